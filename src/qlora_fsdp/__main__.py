@@ -87,7 +87,7 @@ def _run(name: str, argv: list[str]) -> int:
     if name == "train":
         more = {"starts_ranks": may_start_ranks}
     elif name == "completion":
-        more = {"commands": list(COMMANDS)}
+        more = {"commands": {key: COMMANDS[key][0] for key in COMMANDS}}
     return cast(int, import_module(module).main(argv, **more))
 
 

@@ -18,10 +18,10 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import DataError, Problem, UserError
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import for_stdout
+from qlora_fsdp.common.text import for_stdout, is_unicode
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode, tell_system_prompt
+from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, tell_system_prompt
 from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:

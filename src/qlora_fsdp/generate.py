@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import for_stdout, shorten
+from qlora_fsdp.common.text import for_stdout, is_unicode, shorten
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
@@ -51,6 +51,7 @@ examples:
 """
 
 IN_UTF8 = "Type it in UTF-8."
+A_ROW = 'Make each line {"prompt": "..."} or {"messages": [...]}.'
 MAX_SEED = 2**31  # that of training.seed. torch takes 64 bits, in which the rank has to be too
 
 
@@ -179,11 +180,6 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
     refuse(problems)
 
 
-def is_unicode(text: str) -> bool:
-    """Whether text of the command line was whole UTF-8; Python stands half characters in for other bytes."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     if settings.prompts is None:
         return [{"prompt": settings.prompt}]
@@ -196,13 +192,13 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
             row = json.loads(line) if line.strip() else None
             check_unicode(line, row)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place} is not JSON: {error}. Repair it.") from error
+            raise DataError(f"{place} is not JSON: {error}. {A_ROW}") from error
         except BadRow as bad:
             raise DataError(f"{place} is {bad.kind}: {bad.detail}. Repair it.") from bad
         if row is None:
             continue
         if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
-            raise DataError(f"{place} has neither prompt nor messages. Give each row one of them.")
+            raise DataError(f"{place} has neither prompt nor messages. {A_ROW}")
         rows.append(row)
     if not rows:
         raise DataError(f"prompts={settings.prompts} has no rows. Set prompts to a file of JSON lines.")

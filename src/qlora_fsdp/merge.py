@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 USAGE = """
 One model out of a base and its adapter: safetensors files, config and tokenizer, for any program that loads models.
 
-usage: python -m qlora_fsdp.merge adapter=DIR out=DIR [setting=value ...]
+usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model
   out=DIR             a new folder, or one in which the same merge was cut off, which is finished
@@ -46,8 +46,8 @@ usage: python -m qlora_fsdp.merge adapter=DIR out=DIR [setting=value ...]
                       mixtures of experts
 
 examples:
-  python -m qlora_fsdp.merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
-  python -m qlora_fsdp.merge adapter=outputs/run/adapter out=merged-nf4 base=dequantized quantize=nf4
+  qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
+  qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 base=dequantized quantize=nf4
 """
 
 MAX_REPORT_TOKENS = 512  # per row, because the logits of all rows are held at once

@@ -1,10 +1,11 @@
-"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU and no weights.
+"""`qlora-fsdp preflight`: does a run fit, and how long will it take? Needs no GPU and no weights.
 
-The command line is that of the run, and `hardware=` besides; without it, the GPUs of this host are meant:
+The command line is that of the run, and besides
 
-    python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
+  hardware=2x24gib         the GPUs: COUNTxGIB or COUNTxNAME, such as 8xh100 (default: those of this host)
+  training.max_length=max  asks for the longest rows that fit
 
-`training.max_length=max` asks for the longest rows that fit.
+    qlora-fsdp preflight model=llama3-70b hardware=2x24gib training.max_length=2048
 
 A preset needs no download. Of another model on the hub, config.json is downloaded. Whether its rows can be packed is
 tried with a small model, which takes torch; mistakes in the settings are told before torch is imported.
@@ -68,7 +69,7 @@ NEEDS = Needs(
     ),
     optional=("training.max_steps",),
 )
-USAGE = "python -m qlora_fsdp.preflight [hardware=COUNTxGIB|COUNTxNAME] [group=option ...] [setting=value ...]"
+USAGE = "qlora-fsdp preflight [hardware=COUNTxGIB|COUNTxNAME] [group=option ...] [setting=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

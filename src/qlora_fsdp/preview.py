@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 USAGE = """
 Rows as the model sees them, coloured by what is trained on, with lengths and how full sequences are. Loads no weights.
 
-usage: python -m qlora_fsdp.preview model=NAME|model.tokenizer_path=FOLDER data.path=FILE [setting=value ...]
+usage: qlora-fsdp preview model=NAME|model.tokenizer_path=FOLDER data.path=FILE [setting=value ...]
 
   rows=3      this many rows, from row first=1 on; of a mix, of each data set
   color=auto  auto: colours on a terminal; always; never: what is trained on stands between [[ and ]]
@@ -44,8 +44,8 @@ usage: python -m qlora_fsdp.preview model=NAME|model.tokenizer_path=FOLDER data.
 Every other setting is one of training's: preview takes the command line of the run to come.
 
 examples:
-  python -m qlora_fsdp.preview model=llama3-8b data.path=chats.jsonl
-  python -m qlora_fsdp.preview model.path=/models/my-llama data.path=chats.jsonl data.chat_template=chatml rows=10
+  qlora-fsdp preview model=llama3-8b data.path=chats.jsonl
+  qlora-fsdp preview model.path=/models/my-llama data.path=chats.jsonl data.chat_template=chatml rows=10
 """
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys, but for tabs and line breaks

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.distributed
 SETTINGS = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "data.max_rows=64", *SHORT_STEPS]
 SETTINGS += ["training.max_length=32", "training.max_steps=6", "lora.r=4", "checkpoint.every_steps=2"]
 NOTHING, GOES_ON = "No step is saved: the same command starts again.", "the same command goes on from there."
-AT_THE_END = "SIGINT: the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C"
+AT_THE_END = (
+    "SIGINT: the run saves and stops at the end of this step, or in an evaluation before its next batch; another"
+)
 # The stage where the signal comes, at which of its calls, how many ranks, and what is said
 CASES: dict[str, tuple[str, int, int, str]] = {
     "settings": ("settings", 1, 1, NOTHING),

@@ -88,6 +88,13 @@ def test_a_head_that_shares_the_embeddings_weight_is_never_quantized(checkpoint:
     assert type(model.model.layers[0].self_attn.k_proj) is QuantizedLinear
 
 
+def test_a_tied_head_is_trained_without_a_word_about_an_option_of_pefts(
+    checkpoint: Callable[..., Path], recwarn: pytest.WarningsRecorder
+):
+    adapt(checkpoint("qwen2"), LoraConfig(modules_to_save=["lm_head"]))
+    assert [str(warning.message) for warning in recwarn if "ensure_weight_tying" in str(warning.message)] == []
+
+
 def test_dora_needs_rows_with_a_direction(checkpoint: Callable[..., Path]):
     """Stock trains on NaN: a padding token's row in a tied head is zero, and so is its norm."""
     model = adapt(checkpoint("qwen2"), LoraConfig(target_modules=["lm_head"], use_dora=True))

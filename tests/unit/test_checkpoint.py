@@ -241,16 +241,21 @@ def changes(old: list[str], new: list[str], old_ranks: int = 2, new_ranks: int =
 def test_harmless_changes_are_listed():
     new = ["run.name=b", "run.folder=outputs/run", "fsdp=offload", "memory=keep", "training.global_batch_size=2"]
     found = changes([], [*new, "training.micro_batch_size=2"], new_ranks=1)
-    assert "fsdp.cpu_offload=true (was false)" in found and "1 ranks (was 2)" in found
+    assert "fsdp.cpu_offload=true (was false)" in found and "1 rank (was 2)" in found
     assert {text.split("=")[0] for text in found} == {
         "run.name",
         "fsdp.cpu_offload",
         "fsdp.sharding_strategy",
         "memory.activations",
         "training.micro_batch_size",
-        "1 ranks (was 2)",
+        "1 rank (was 2)",
     }
     assert changes([], []) == []
+    automatic = ["training.micro_batch_size=auto", "training.global_batch_size=2"]
+    assert changes(["training.global_batch_size=2"], automatic, new_ranks=1) == [
+        "training.micro_batch_size chosen anew (was 1)",
+        "1 rank (was 2)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,9 @@ def test_every_command_has_a_help_page(name: str, capsys: pytest.CaptureFixture[
         assert main([name, "--help"]) == 0
     except SystemExit as exit:
         assert exit.code == 0
-    assert "usage:" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "usage:" in page and f"qlora-fsdp {name}" in page and "python -m qlora_fsdp" not in page
+    assert max(map(len, page.splitlines())) <= 120 and not re.search(r"guanaco\S", page)
     assert name in COMMANDS
 
 
@@ -109,7 +112,11 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
     assert complete("qlora-fsdp pre") == ["preflight ", "prepare ", "preview "]
     assert complete("qlora-fsdp train model=tiny lora.r") == ["lora.r=", "lora.rank_pattern="]
     assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none "]
-    assert complete("qlora-fsdp train data.path=x") == [], "the shell completes names of files"
+    assert complete("qlora-fsdp generate ada") == ["adapter="]
+    assert complete("qlora-fsdp merge wr") == ["write="] and complete("qlora-fsdp preflight hard") == ["hardware="]
+    assert complete("qlora-fsdp train fsdp.cpu_offload=") == ["fsdp.cpu_offload=false ", "fsdp.cpu_offload=true "]
+    for line in ("train data.path=x", "train --config ", "status "):
+        assert complete(f"qlora-fsdp {line}") == [], "the shell completes names of files"
     assert main(["completion"]) == 0
     shell = f"qlora-fsdp() {{ printf 'model=llama3-8b \\nmodel=llama3-70b \\n'; }}\n{capsys.readouterr().out}"
     shell += "COMP_LINE='qlora-fsdp train model=ll'; COMP_POINT=${#COMP_LINE}; _qlora_fsdp\n"

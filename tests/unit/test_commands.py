@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.errors import ConfigError, RunFolderError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import ALLOWED
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.generate import main as generate
+from qlora_fsdp.runtime import run_command
 
 TASK_LABELS = "task.labels=['1e5','yes','a: b']"
 
@@ -125,3 +128,17 @@ def test_labels_that_are_typed_keep_the_order_of_the_head(adapter: Path) -> None
     with pytest.raises(ConfigError, match=r"task.labels=\[bad,good\] has the labels of adapter=.* in another order"):
         load(adapter, "model=tiny", "task.labels=[bad,good]")
     assert load(adapter, "model=tiny", "task.labels=[ham,spam]").task.labels == ["ham", "spam"]
+
+
+def test_what_an_output_file_does_not_take_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the disk has filled up during hours of generation."""
+
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_command, "write_atomically", refuse)
+    with pytest.raises(RunFolderError, match=r"out=a can't be written: .*No space.* printed above\. Set out to"):
+        run_command.write_out("a", "one\ntwo\n")
+    assert capsys.readouterr().out == "one\ntwo\n"

@@ -331,6 +331,7 @@ class TestRunFolder:
             (message,) = complaints(configure(f"run.folder={tmp_path}"))
             assert f"already holds a finished run (5 steps, {told}, its adapter in {tmp_path}/adapter). Set " in message
             assert "Set another run.name= or run.folder=, or run.overwrite=true to replace it." in message
+            assert message.endswith(f" set another run.name= and lora.start={tmp_path}/adapter.")
         assert complaints(configure(f"run.folder={tmp_path}", "run.overwrite=true")) == []
 
     @pytest.mark.parametrize("summary", ['{"status": "stopped"}', "", "[]"])

@@ -133,6 +133,7 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
         f"  qlora-fsdp merge {given} out='{folder}/merged'",
         f"  qlora-fsdp push {given} repo=ORG/NAME",
     ]
+    assert describe_end(config, folder, summary | {"steps": 1}).startswith("Finished: 1 step in ")
     (folder / "adapter" / "chat_template.jinja").unlink()
     (asks,) = commands_for(folder / "adapter", is_causal=True, is_random=True)
     assert asks == f'qlora-fsdp generate {given} prompt="..."', "chat refuses a tokenizer without a chat template"

@@ -112,6 +112,13 @@ def test_bad_rows_are_counted_with_their_lines(tmp_path, run):
     assert "keys are question, answer" in str(prepared.report)
 
 
+def test_a_key_that_is_there_twice_is_refused(tmp_path, run):
+    twice = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]}'
+    prepared = run(write_lines(tmp_path / "chats.jsonl", twice, {"text": "good"}))
+    assert texts(prepared.train) == ["good"]
+    assert "1 row left out (wrong keys): chats.jsonl:1 (an object has 'content' twice)" in str(prepared.report)
+
+
 def test_truncate_keeps_long_rows_and_says_so(tmp_path, run):
     prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "x" * 100}, {"prompt": "p", "completion": "y" * 99}))
     assert texts(prepared.train) == ["p" + "y" * 62, "x" * 37, "x" * 63]
@@ -204,6 +211,13 @@ def test_parquet_text_that_is_not_marked_as_text(tmp_path, run):
     assert [(p.kind, p.num_rows) for p in prepared.report.sources[0].problems] == [("not UTF-8", 1)]
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_csv_without_commas(tmp_path, run, mark: str):
+    (tmp_path / "a.csv").write_text(f"prompt{mark}completion\na{mark}b, c\n")
+    with pytest.raises(DataError, match=r"a\.csv has '.*' between its columns, not commas\. Save it with commas"):
+        run(tmp_path / "a.csv")
+
+
 def test_csv_with_two_columns_of_one_name(tmp_path, run):
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     with pytest.raises(DataError, match="two columns text"):
@@ -261,6 +275,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
     for name in ("README.md", "part/c.log", ".d.jsonl", "e.txt.gz"):
         (folder / name).write_text("no row")
     (folder / "f.jsonl").touch()
+    (folder / os.fsdecode(b"m\xe4.jsonl")).write_text('{"text": "m"}\n')
     (folder / "other").symlink_to(tmp_path)
     (folder / "gone.jsonl").symlink_to(tmp_path / "gone")
     for _ in range(2):  # from the cache too
@@ -270,6 +285,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
             "  2 files left out (of no known kind): e.txt.gz, part/c.log",
             "  1 file left out (empty): f.jsonl",
             "  1 file left out (neither files nor folders): gone.jsonl",
+            "  1 file left out (names that are no UTF-8): m?.jsonl",
             "  1 file left out (links to folders, which are not followed): other",
             "  1 file left out (text beside files of rows): README.md",
         ]

@@ -8,7 +8,10 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.launch import local
 from qlora_fsdp.launch.command import launch_command, share_gpus
 from qlora_fsdp.launch.jobs import job_name
+from qlora_fsdp.launch.ranks import _wait
 from qlora_fsdp.train import main
 
 BASE = ["model=tiny", "data=random", "training.max_steps=3"]
@@ -174,6 +178,8 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
         (["hydra/launcher=slurm"], {"PATH": "/nowhere"}, "needs sbatch, which is not here"),
         (["hydra/launcher=slurm", "slurm.time=soon"], {}, "Set slurm.time=24:00:00"),
+        (["hydra/launcher=slurm", "slurm.time=2:00"], {}, "slurm.time=2:00 is 120 seconds to SLURM"),
+        (["hydra/launcher=slurm", "slurm.time=0-1", "slurm.signal_seconds=3600"], {}, "is 3600 seconds to SLURM"),
         (["-m", "training.seed=1,2", "training.global_batch_size=3", "launch.num_processes=2"], {}, "size=4"),
     ],
 )
@@ -240,3 +246,12 @@ def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeyp
     for number, has_any_port in ((1, True), (2, False)):
         (tmp_path / "own.yaml").write_text(f"num_machines: {number}\nmain_process_port: 29500\n")
         assert ("--main_process_port" in launch_command(config, None, [])) == has_any_port
+
+
+def test_a_signal_after_the_ranks_have_ended_changes_nothing() -> None:
+    """The launcher takes a moment to end, in which a user may still press Ctrl-C."""
+    rank = "bash -c 'sleep 0.5; :' -m qlora_fsdp.train"
+    launcher = subprocess.Popen(["bash", "-c", f"{rank}; sleep 1; exit 3"], start_new_session=True)
+    signals: list[int] = []
+    threading.Timer(1.0, signals.append, [signal.SIGINT]).start()
+    assert _wait(launcher, signals) == 3 and signals == [signal.SIGINT]

@@ -15,6 +15,7 @@ from qlora_fsdp.config.commands import AdapterSettings, load_command, read_train
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
+from qlora_fsdp.generate import GenerateSettings, _read_rows
 from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
 
@@ -110,3 +111,10 @@ def test_only_a_terminal_is_spared_control_characters(monkeypatch: pytest.Monkey
     assert text.for_stdout(said) == said
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert text.for_stdout(said) == "a?]0;title?\n        b?"
+
+
+@pytest.mark.parametrize("line", ["What is a dot?", '{"question": "What is a dot?"}'])
+def test_a_file_of_other_lines_is_answered_with_how_they_are_written(tmp_path: Path, line: str):
+    (tmp_path / "prompts.txt").write_text(line)
+    with pytest.raises(DataError, match=r'line 1 .* Make each line {"prompt": "..."}'):
+        _read_rows(GenerateSettings(prompts=str(tmp_path / "prompts.txt")))

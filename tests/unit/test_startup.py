@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -18,3 +20,17 @@ def test_scipy_is_hidden_while_the_libraries_are_imported_and_then_there_again(m
     with quick_imports(), quick_imports():
         assert find_spec("scipy") is None
     assert find_spec("scipy") is not None
+
+
+@pytest.mark.parametrize(
+    ("redirection", "shown"), [(">&- <&-", ""), ("", "\\u65e5"), ("2>&-", "\\u65e5")], ids=["stdout", "none", "stderr"]
+)
+def test_closed_streams_and_an_ascii_locale_end_no_command(redirection: str, shown: str) -> None:
+    code = "from qlora_fsdp.common.startup import begin; import sys; begin(); print(sys.stdin.isatty(), '\u65e5');"
+    code += "sys.stdout.flush(); sys.stderr.flush()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "CODE": code, "PYTHON": sys.executable}
+    command = ["bash", "-c", f'"$PYTHON" -c "$CODE" {redirection}']
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.strip().endswith(shown), done.stderr

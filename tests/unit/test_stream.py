@@ -112,6 +112,14 @@ def test_a_mix_keeps_its_shares_at_every_moment(tmp_path: Path):
         assert Counter(row[0] for row in texts(data, last - 20, last)) == {"a": 5, "b": 15}
 
 
+def test_a_data_set_that_is_read_over_and_over_is_told(tmp_path: Path):
+    short = write(tmp_path / "short.jsonl", *({"text": f"row {n}"} for n in range(3)))
+    long = write(tmp_path / "long.jsonl", *({"text": f"row {n}"} for n in range(10)))
+    report = str(stream([short, long], (1.0, 1.0)).first_window.report)
+    assert "20 rows read" in report and f"{short} has 3 rows, read over and over" in report
+    assert "long.jsonl has" not in report
+
+
 def test_hub_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def load(path: str, name: str | None, split: str, streaming: bool) -> datasets.IterableDataset:
         assert streaming

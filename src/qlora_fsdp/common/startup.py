@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import logging
 import os
 import signal
@@ -85,8 +86,21 @@ def begin(detail: str = "") -> None:
         detail: what Ctrl-C says besides, until another handler is set.
     """
     leave_working_folder_out()
+    mend_streams()
     end_with_parent()
     end_at_once(detail)
+
+
+def mend_streams() -> None:
+    """Opens the null device where a standard stream is closed, and lets stdout take letters that its encoding has not.
+
+    A file that is opened next would take the place of a closed stream, and get what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a locale may be ASCII
 
 
 def leave_working_folder_out() -> None:
@@ -146,6 +160,7 @@ def end_process(exit_code: int) -> NoReturn:
     exit code is lost: two of seven runs on an H200 ended with "terminate called without an active exception" after
     they had finished.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is to be said has been said
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads on, or the disk is full

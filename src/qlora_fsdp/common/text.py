@@ -32,6 +32,11 @@ def for_stdout(text: str) -> str:
     return printable_lines(text) if sys.stdout.isatty() else text
 
 
+def is_unicode(text: str) -> bool:
+    """Whether text, or a name of a file, was whole UTF-8; Python stands half characters in for other bytes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def shorten(text: str, length: int = 80) -> str:
     """Returns text of others for a message: cut, and without control characters."""
     text = printable(text[: length + 1])

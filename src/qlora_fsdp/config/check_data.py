@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,14 @@ def _paths(config: Config, key: str) -> Iterator[Problem]:
         fix = f"Set {key} to a file, a folder, a pattern, a hub name, or a list such as [a.jsonl,b.jsonl]."
         yield problem_with(config, key, f"must be {all_settings()[key].expected}.", fix)
         return
-    for path in as_paths(value):
+    for path in filter(is_missing, as_paths(value)):
         named = "" if value == path else f"names {path}, which "
         here = f"seen from {Path.cwd()}"
-        if is_missing(path) and is_pattern(path):
+        if is_pattern(path):
             fix = f"Set {key} to a pattern that does, to a folder, whose files are all read,"
             fix += " or to a list of files." + (SEVERAL_DATA_SETS if key == "data.path" else "")
             yield problem_with(config, key, f"{named}matches no file, {here}.", fix)
-        elif is_missing(path):
+        else:
             fix = f"Set {key} to a file or folder that does."
             yield problem_with(config, key, f"{named}does not exist, {here}.", fix)
 
@@ -101,8 +102,9 @@ def _absent_splits(data: DataConfig) -> Iterator[Problem]:
         own = value.get("split") if isinstance(value, dict) else None
         key = f"data.mix.{path}.split" if isinstance(own, str) else "data.split"
         asked.append(("data.mix", key, own if isinstance(own, str) else data.split, path))
+    find = cache(match)  # a pattern may take long, and data.eval_path is often data.path
     for setting, key, split, path in asked:
-        name, found = split_name(split), [] if "://" in path else match(path)
+        name, found = split_name(split), [] if "://" in path else find(path)
         splits = saved_splits(found)
         if not (found or "://" in path) or name in (splits or [DEFAULT_SPLIT]) or explain_split(split):
             continue

@@ -21,6 +21,8 @@ from qlora_fsdp.config.schema import (
 )
 from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
 
+_SLURM_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+
 
 def check_training(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
@@ -152,7 +154,18 @@ def _launch(config: Config) -> Iterator[Problem]:
     if config.launch.config_file is not None and not Path(config.launch.config_file).expanduser().is_file():
         fix = "Set it to an accelerate config such as accelerate_configs/one_node.yaml, or null."
         yield problem_with(config, "launch.config_file", f"is no file, seen from {Path.cwd()}.", fix)
-    time = config.slurm.time
-    if time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", time):
-        fix = "Set slurm.time=24:00:00, or 2-00:00:00 for days."
+    time, saves_before = config.slurm.time, config.slurm.signal_seconds
+    fix = "Set slurm.time=24:00:00, or 2-00:00:00 for days."
+    if time is not None and not _SLURM_TIME.fullmatch(time):
         yield problem_with(config, "slurm.time", "is no time limit.", fix)
+    elif time is not None and 0 < (limit := _seconds(time)) <= saves_before:  # to SLURM 0 is no limit
+        reason = f"is {limit} seconds to SLURM, and {show('slurm.signal_seconds', saves_before)} before its end a run"
+        yield problem_with(config, "slurm.time", f"{reason} saves and queues again: it would do nothing else.", fix)
+
+
+def _seconds(time: str) -> int:
+    """A time limit of SLURM's in seconds: `minutes`, `minutes:seconds` or from the left days, hours and so on."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    hours, minutes, seconds = ([*parts, 0, 0] if dash or len(parts) == 3 else [0, *parts, 0])[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from textwrap import shorten
+from textwrap import fill, shorten
 from typing import NoReturn
 
 import yaml
@@ -20,6 +19,7 @@ from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.config.mistyped import find_mistyped
 from qlora_fsdp.config.settings import all_settings, show
 
+_WIDTH = 118
 _USAGE = "qlora-fsdp train [group=option ...] [setting=value ...]"
 
 _EXAMPLES = """\
@@ -128,13 +128,15 @@ def help_text(folders: Sequence[Path]) -> str:
     defaults = default_options()
     own_groups = [group for group in group_options("", folders) if group not in defaults]
     groups = [
-        f"  {group:<11}" + "  ".join(f"[{o}]" if o == defaults.get(group) else o for o in group_options(group, folders))
+        _wrap(f"  {group:<11}", [f"[{o}]" if o == defaults.get(group) else o for o in group_options(group, folders)])
         for group in [*defaults, *own_groups]
     ]
-    cut = partial(shorten, width=88, placeholder=" ...", break_on_hyphens=False)
-    settings = [
-        f"  {show(key, all_settings()[key].default):<36}{cut(all_settings()[key].comment)}" for key in _COMMONEST
-    ]
+    settings = []
+    for setting in map(all_settings().__getitem__, _COMMONEST):
+        start = f"  {show(setting.key, setting.default):<34}  "
+        settings.append(
+            start + shorten(setting.comment, _WIDTH - len(start), placeholder=" ...", break_on_hyphens=False)
+        )
     return "\n".join(
         [
             "Fine-tune a language model with QLoRA on FSDP2.",
@@ -147,3 +149,9 @@ def help_text(folders: Sequence[Path]) -> str:
             f"\noptions:\n{_OPTIONS}",
         ]
     )
+
+
+def _wrap(start: str, words: Sequence[str]) -> str:
+    """Words behind `start`, in lines that stand below one another."""
+    indented = " " * len(start)
+    return fill("  ".join(words), _WIDTH, initial_indent=start, subsequent_indent=indented, break_on_hyphens=False)

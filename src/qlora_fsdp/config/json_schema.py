@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.config.json_schema`: prints a JSON schema of the settings, for editors of YAML files.
+"""`qlora-fsdp schema`: prints a JSON schema of the settings, for editors of YAML files.
 
 It is made of the schema and of the options under conf/. An editor with a YAML language server completes and checks a
 file of `--config` whose first line is `# yaml-language-server: $schema=schema.json`. Imports no torch.
@@ -17,7 +17,7 @@ from qlora_fsdp.config.identity import plain_default, sections_of
 from qlora_fsdp.config.schema import Bounds
 from qlora_fsdp.config.settings import Setting, all_settings
 
-USAGE = "usage: python -m qlora_fsdp.config.json_schema > schema.json"
+USAGE = "usage: qlora-fsdp schema > schema.json"
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the one that editors know
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}

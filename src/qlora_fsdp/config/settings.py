@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import math
 import sys
 import types
@@ -15,6 +16,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.text import is_unicode
 from qlora_fsdp.config import schema
 
 
@@ -100,6 +102,12 @@ _OTHER_NAMES = {
 }
 
 
+# What is meant by a word for on or off, where a setting has names for its values: the first of these that it has.
+_ON_AND_OFF = {
+    **dict.fromkeys(("true", "yes", "on", "1"), ("online",)),
+    **dict.fromkeys(("false", "no", "off", "0"), ("disabled", "none", "torch")),
+}
+
 SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
 
 
@@ -165,6 +173,8 @@ def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
     setting = all_settings()[key]
     if setting.type is bool and isinstance(value, (int, float)) and not isinstance(value, bool):
         return wrong_type(key, value)
+    if not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
+        return problem_about(key, value, "has bytes that are no UTF-8.", "Type it in UTF-8, or rename what it names.")
     if "${" in str(value):
         return problem_about(key, value, "has ${ in its text, which OmegaConf takes for a reference.", "Leave it out.")
     items = list(written.values()) if isinstance(written, dict) else written if isinstance(written, list) else [written]
@@ -189,7 +199,9 @@ def wrong_type(key: str, value: Any) -> Problem:
 def _nearest_value(setting: Setting, value: Any) -> Any:
     """A value that may have been meant: the nearest one that the setting takes, or else its default. None: no idea."""
     by_lower = {choice.lower(): choice for choice in setting.choices}
-    nearest = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+    word = str(value).lower()
+    meant = [choice for choice in _ON_AND_OFF.get(word, ()) if choice in by_lower]
+    nearest = meant or difflib.get_close_matches(word, by_lower, n=1)
     if nearest:
         return by_lower[nearest[0]]
     if setting.type is bool and value in (0, 1):

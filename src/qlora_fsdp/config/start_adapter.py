@@ -41,7 +41,7 @@ class StartAdapter:
         model: the settings of the base, for a run that names no model itself.
         quant: the settings of the base's quantization in training, by name; empty if they are unknown.
         labels: the labels of its head, in the order of the outputs, unless there are none or they are unknown.
-        rope: `rope_scaling`, if positions were scaled. They are the adapter's, whatever the base is called.
+        rope_scaling: how positions were scaled; None: they were not. It is the adapter's, whatever the base is called.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class StartAdapter:
     model: dict[str, Any]
     quant: dict[str, Any]
     labels: Any
-    rope: dict[str, Any]
+    rope_scaling: dict[str, Any] | None
 
     def defaults(self, config: Config) -> Sections:
         """The values that replace the schema's defaults, given the settings without the adapter."""
@@ -60,7 +60,9 @@ class StartAdapter:
             model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint
         )
         lora = {name: getattr(self.lora, name) for name in (*ADAPTERS_OWN, "lora_dropout")}
-        return {"lora": lora, "model": {**({} if names_model else self.model), **self.rope}}
+        own = {} if names_model else self.model
+        rope = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
+        return {"lora": lora, "model": {**own, **rope}}
 
 
 def typed_folder(config: Config) -> Path:
@@ -91,7 +93,7 @@ def read_start(folder: Path) -> StartAdapter:
     if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
         model.pop("tokenizer_path", None)
     labels = saved.get("task", {}).get("labels")
-    rope = {name: value for name, value in saved.get("model", {}).items() if name == "rope_scaling" and value}
+    rope = saved.get("model", {}).get("rope_scaling") or None
     lora, quant = read_lora(folder, SETTING), saved.get("quant", {})
     return StartAdapter(folder, lora, base, fingerprint, model or {"path": base}, quant, labels, rope)
 

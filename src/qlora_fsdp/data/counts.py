@@ -83,6 +83,7 @@ class ReadReport:
         label_width: numbers per label; 0 without labels.
         skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
             tokens.
+        repeated: which data sets a stream read over and over. It is not stored either.
     """
 
     path: str
@@ -93,10 +94,11 @@ class ReadReport:
     problems: tuple[RowProblem, ...]
     label_width: int = 0
     skipped: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
-        return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.repeated, *self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,7 +106,7 @@ class ReadReport:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReadReport:
         problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
-        return cls(**{**value, "problems": problems, "skipped": ()})
+        return cls(**{**value, "problems": problems, "skipped": (), "repeated": ()})
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,15 @@ ROWS_A_READER = 100_000  # of a file that can be sought, after which the next ra
 
 
 class EndlessRows:
-    """A data set that is being read."""
+    """A data set that is being read.
+
+    Attributes:
+        num_rows: how many rows it has, once they have been read from the first to the last; until then None.
+    """
 
     def __init__(self, source: Source, position: Position) -> None:
         self.source = source
+        self.num_rows: int | None = None
         self._begin(position)
 
     def take(self, num_rows: int) -> list[RawRow]:
@@ -30,15 +35,17 @@ class EndlessRows:
         while True:
             found = list(islice(self._rows, num_rows - len(rows)))
             rows += found
-            self._has_rows |= bool(found)
+            self._num_read += len(found)
             if len(rows) == num_rows:
                 return rows
-            if not self._has_rows:
-                raise DataError(f"{self.source.path} has no rows. Set data.path or data.mix.")
+            if self._is_from_start:
+                self.num_rows = self._num_read
+                if self.num_rows == 0:
+                    raise DataError(f"{self.source.path} has no rows. Set data.path or data.mix.")
             self._begin(Position())
 
     def _begin(self, position: Position) -> None:
-        self.position, self._has_rows = replace(position), position != Position()
+        self.position, self._is_from_start, self._num_read = replace(position), position == Position(), 0
         self._rows = iterate_rows(self.source, self.position)
 
 

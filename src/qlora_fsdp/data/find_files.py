@@ -8,7 +8,7 @@ from pathlib import Path
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.hub_names import path_exists
-from qlora_fsdp.common.text import plural, printable
+from qlora_fsdp.common.text import is_unicode, plural, printable
 from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
 from qlora_fsdp.data.remote import find_remote, is_remote
 from qlora_fsdp.data.row_file import RowFile
@@ -93,7 +93,9 @@ def _sort_out(named: Iterable[tuple[str, RowFile]]) -> tuple[list[RowFile], list
     for name, file in named:
         # Notebooks, downloads and macOS leave copies and notes there: .ipynb_checkpoints/, .cache/, ._chats.jsonl.
         is_hidden = any(part.startswith(".") for part in name.split("/"))
-        if file.is_folder:
+        if not is_unicode(name):
+            others.setdefault("names that are no UTF-8", []).append(printable(name))
+        elif file.is_folder:
             if not is_hidden:
                 others.setdefault("links to folders, which are not followed", []).append(name)
         elif is_hidden:

@@ -207,7 +207,8 @@ def iterate_rows(source: Source, position: Position | None = None) -> Iterator[R
             if isinstance(error, UserError) or not (file.remote or isinstance(error, BROKEN)):
                 raise
             # Remote file systems raise types of their own.
-            raise DataError(f"{file} can't be read: {error}. Repair it, or leave it out.") from error
+            reason = str(error).rstrip(".")
+            raise DataError(f"{file} can't be read: {reason}. Repair it, or leave it out.") from error
 
 
 def _iterate_hub(

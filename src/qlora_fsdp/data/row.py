@@ -92,12 +92,12 @@ def parse_row(raw: bytes) -> dict[str, Any]:
     """Parses a row, whatever its keys.
 
     Raises:
-        BadRow: the row is empty, not UTF-8 or no JSON object.
+        BadRow: the row is empty, not UTF-8 or no JSON object, or an object in it has a key twice.
     """
     if not raw.strip():
         raise BadRow(EMPTY)
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8"), object_pairs_hook=_read_object)
     except UnicodeDecodeError as error:
         raise BadRow(NOT_UTF8, f"byte {error.start + 1} of the row is 0x{raw[error.start]:02x}") from error
     except (ValueError, RecursionError) as error:
@@ -108,6 +108,15 @@ def parse_row(raw: bytes) -> dict[str, Any]:
             WRONG_KEYS, "not an object of named fields, or a CSV line with more or fewer cells than the header"
         )
     return row
+
+
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. One that has a key twice is refused, because which value counts is anybody's guess."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadRow(WRONG_KEYS, f"an object has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return found
 
 
 def check_unicode(raw: bytes, row: Any) -> None:

@@ -156,6 +156,8 @@ def _read_csv(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, positi
         twice = [name for name in header if name and header.count(name) > 1]
         if twice:
             raise DataError(f"{file} has two columns {twice[0]}. Rename one, so that it is clear which is meant.")
+        if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
+            raise DataError(f"{file} has {other!r} between its columns, not commas. Save it with commas.")
         first_line = lines.line_num + 1  # a quoted cell may hold line breaks
         blank: list[str] = []  # places of blank lines, which are rows only if another row follows
         for cells in lines:

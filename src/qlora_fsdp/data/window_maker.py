@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.endless_rows import EndlessRows, find_reader_rank
 from qlora_fsdp.data.kept_windows import KeptWindows
@@ -75,9 +76,9 @@ class WindowMaker:
             DataError: the data can't be read or used; raised on every rank.
         """
         drawn = self._draw(place.num_drawn)
-        share, positions = self._find_kept(place) or self._tokenize(place.positions, drawn)
+        share, positions, repeated = self._find_kept(place) or self._tokenize(place.positions, drawn)
         tables: list[ShareTable] = self.processes.gather(share.table)
-        report = self._check(tables)
+        report = self._check(tables, repeated)
         self._keep(place, tables, share, positions)
         seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
         sequences, order = self._pack(tables, share, place.sequence, seed)
@@ -85,7 +86,7 @@ class WindowMaker:
         next_place = Place(place.window + 1, place.sequence + len(sequences), num_drawn.tolist(), positions)
         return Window(place, sequences, order, report, next_place)
 
-    def _find_kept(self, place: Place) -> tuple[Share, list[Position]] | None:
+    def _find_kept(self, place: Place) -> tuple[Share, list[Position], list[str]] | None:
         """A window from its file: all rows on rank 0, and on the other ranks none."""
         if self.kept is None:
             return None
@@ -93,7 +94,7 @@ class WindowMaker:
         positions: list[Position] | None = self.processes.share(None if found is None else found[1])
         if positions is None:
             return None
-        return (join_shares([], np.zeros(0, np.int32)) if found is None else found[0]), positions
+        return (join_shares([], np.zeros(0, np.int32)) if found is None else found[0]), positions, []
 
     def _keep(self, place: Place, tables: Sequence[ShareTable], share: Share, positions: Sequence[Position]) -> None:
         """Brings the rows of all ranks to rank 0, which writes them to a file."""
@@ -108,12 +109,12 @@ class WindowMaker:
         if self.processes.is_main:
             self.kept.write(place, join_shares(tables, tokens), positions)
 
-    def _tokenize(self, positions: Sequence[Position], drawn: Indices) -> tuple[Share, list[Position]]:
-        """This rank's share of a window, and how far each data set has been read after it."""
-        raw, ends = self._read(positions, drawn)
+    def _tokenize(self, positions: Sequence[Position], drawn: Indices) -> tuple[Share, list[Position], list[str]]:
+        """This rank's share of a window, how far each data set has been read after it, and which were read again."""
+        raw, ends, repeated = self._read(positions, drawn)
         with failing_together(self.processes):
             share = tokenize_share(raw, self.map_batches, self._path)
-        return share, ends
+        return share, ends, repeated
 
     @property
     def _path(self) -> str:
@@ -129,11 +130,13 @@ class WindowMaker:
                 counts[drawn[row]] += 1
         return drawn
 
-    def _read(self, positions: Sequence[Position], drawn: Indices) -> tuple[list[IndexedRow], list[Position]]:
-        """This rank's share of the raw rows of a window, and how far each data set has been read after it."""
+    def _read(
+        self, positions: Sequence[Position], drawn: Indices
+    ) -> tuple[list[IndexedRow], list[Position], list[str]]:
+        """This rank's share of the raw rows of a window, and what `_tokenize` hands on of the data sets."""
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
         readers = [find_reader_rank(source, position, num_ranks) for source, position in enumerate(positions)]
-        taken: dict[int, tuple[list[RawRow], Position]] = {}
+        taken: dict[int, tuple[list[RawRow], Position, int | None]] = {}
         with failing_together(self.processes):
             for source, reader in enumerate(readers):
                 if reader == rank:
@@ -142,26 +145,30 @@ class WindowMaker:
                     self._opened.pop(source, None)
         own: list[IndexedRow] = []
         ends: list[Position] = []
+        repeated: list[str] = []
         for source, reader in enumerate(readers):
             numbers = np.flatnonzero(drawn == source)
             parts = None
             if source in taken:
-                rows, end = taken.pop(source)
-                parts = [(list(compress(rows, numbers % num_ranks == each)), end) for each in range(num_ranks)]
-            mine, end = self.processes.scatter(parts, reader)
+                rows, *known = taken.pop(source)
+                parts = [(list(compress(rows, numbers % num_ranks == each)), *known) for each in range(num_ranks)]
+            mine, end, num_rows = self.processes.scatter(parts, reader)
             own += zip(numbers[numbers % num_ranks == rank].tolist(), mine, strict=True)
             ends.append(end)
-        return sorted(own), ends
+            if num_rows is not None and num_rows < len(numbers):
+                has = f"{self.sources[source].path} has {plural(num_rows, 'row')}, read over and over"
+                repeated.append(f"{has} (data.streaming is for data that is larger than the disk)")
+        return sorted(own), ends, repeated
 
-    def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position]:
-        """The next rows of a data set, and the position after them."""
+    def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position, int | None]:
+        """The next rows of a data set, the position after them, and how many it has, if that is known by now."""
         opened = self._opened.get(source)
         if opened is None or opened.position != position:
             opened = self._opened[source] = EndlessRows(self.sources[source], position)
-        return opened.take(num_rows), replace(opened.position)
+        return opened.take(num_rows), replace(opened.position), opened.num_rows
 
-    def _check(self, tables: Sequence[ShareTable]) -> ReadReport:
-        """What has been read and left out, over all ranks.
+    def _check(self, tables: Sequence[ShareTable], repeated: Sequence[str]) -> ReadReport:
+        """What has been read, read again (`repeated`) and left out, over all ranks.
 
         Raises:
             DataError: the window can't be used.
@@ -169,7 +176,7 @@ class WindowMaker:
         num_rows = sum(len(table.lengths) for table in tables)
         skipped = tuple(line for source in self.sources for line in source.skipped)
         problems = count_problems(tables)
-        report = ReadReport(self._path, self.buffer_rows, num_rows, 0, -1, problems, skipped=skipped)
+        report = ReadReport(self._path, self.buffer_rows, num_rows, 0, -1, problems, 0, skipped, tuple(repeated))
         if report.problems and self.strict:
             raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
         if not num_rows:

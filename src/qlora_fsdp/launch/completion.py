@@ -5,10 +5,16 @@ The shell calls `qlora-fsdp completion LINE` at each tab, and gets the words tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.mistyped import WITH_VALUE
 from qlora_fsdp.config.settings import all_settings
+
+WITHOUT_SETTINGS = ("status", "report", "doctor", "schema", "completion")
 
 # Bash and zsh (through its bashcompinit) split words at = too, so the function completes what stands after the last.
 SCRIPT = """\
@@ -26,8 +32,13 @@ _qlora_fsdp() {
 complete -o default -o nospace -F _qlora_fsdp qlora-fsdp"""
 
 
-def main(argv: Sequence[str], commands: Sequence[str]) -> int:
-    """Prints the script for the shell; or, given a line, the words that its last one may become, one a line."""
+def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
+    """Prints the script for the shell; or, given a line, the words that its last one may become, one a line.
+
+    Args:
+        argv: the arguments.
+        commands: the module of each command, by its name.
+    """
     if argv and argv[0] in ("-h", "--help"):
         print(f"{__doc__}\nusage: qlora-fsdp completion [LINE]")
     elif not argv:
@@ -38,22 +49,37 @@ def main(argv: Sequence[str], commands: Sequence[str]) -> int:
     return 0
 
 
-def candidates(line: str, commands: Sequence[str]) -> list[str]:
-    """Returns the words that the last word of a command line may become, sorted."""
+def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
+    """Returns the words that the last word of a command line may become, sorted; none where the shell names files."""
     words = line.split(" ")
-    word = words[-1]
-    possible = (f"{name} " for name in commands) if len(words) < 3 else _settings(word)
+    word, name = words[-1], words[1] if len(words) > 1 else ""
+    if len(words) < 3:
+        possible: Iterator[str] = (f"{command} " for command in commands)
+    elif name in WITHOUT_SETTINGS or words[-2] in WITH_VALUE:
+        return []
+    else:
+        possible = _settings(word, _own_settings(commands.get(name)))
     return sorted(text for text in possible if text.startswith(word))
 
 
-def _settings(word: str) -> Iterator[str]:
+def _settings(word: str, own: Sequence[str]) -> Iterator[str]:
     """What stands for the options of a group or the values of a setting if the word names one; else all names."""
     name, equals, _ = word.partition("=")
     folders = [conf_folder()]
     if equals:
         setting = all_settings().get(name)
         values = group_options(name, folders) if setting is None else setting.choices
+        if setting is not None and setting.type is bool:
+            values = ("true", "false")
         yield from (f"{name}={value} " for value in values)
     else:
+        yield from (f"{key}=" for key in own)
         yield from (f"{group}=" for group in [*default_options(), "experiment"])
         yield from (f"{key}=" for key in all_settings())
+
+
+def _own_settings(module: str | None) -> list[str]:
+    """The settings that a command has besides training's, from its --help: importing it would take half a second."""
+    spec = None if module is None else find_spec(module)
+    text = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+    return re.findall(r"^  (\w+)=", text, re.MULTILINE)

@@ -130,7 +130,5 @@ def _pass_on(signals: list[int], running: list[_Running]) -> None:
     if is_first:
         print("\nThe running jobs save and stop; once more kills them.", flush=True)
     for item in running:
-        if is_first:
-            signal_ranks(item.process.pid, signals[0])
-        else:
+        if not (is_first and signal_ranks(item.process.pid, signals[0])):
             kill_tree(item.process.pid)

@@ -129,17 +129,19 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
     Raises:
         Interrupted: by a signal that the ranks could not answer, so that they were killed.
     """
-    num_passed_on, killed_because = 0, ""
+    num_passed_on, killed_because, had_ranks = 0, "", False
     while True:
         with suppress(subprocess.TimeoutExpired):
             exit_code = process.wait(POLL_SECONDS)
             break
+        had_ranks = had_ranks or bool(_ranks(process.pid))
         for number in signals[num_passed_on:]:
             num_passed_on += 1
             if signals[:num_passed_on].count(signal.SIGINT) > PASSED_ON:
                 kill_tree(process.pid)
                 killed_because = "The ranks were killed."
-            elif not signal_ranks(process.pid, number):
+            elif not signal_ranks(process.pid, number) and not had_ranks:  # else they have ended, and it ends soon
+                kill_tree(process.pid)
                 killed_because = NO_RUN
     if exit_code < 0 and killed_because:
         raise Interrupted(signals[0], killed_because)
@@ -174,14 +176,12 @@ def signal_ranks(pid: int, number: int) -> bool:
     """Signals the ranks below a launcher, but not the launcher, which would soon kill them.
 
     Returns:
-        Whether there are any. Otherwise they have not been started yet, and the launcher has been killed.
+        Whether there are any: none before they have been started, nor after they have ended.
     """
     ranks = _ranks(pid)
     for process in ranks:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-    if not ranks:
-        kill_tree(pid)
     return bool(ranks)
 
 

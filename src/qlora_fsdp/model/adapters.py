@@ -71,6 +71,8 @@ def apply_adapters(
         with warnings.catch_warnings():
             # PEFT asks transformers under the property's old name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # It names an option of its own. Here a tied head that is trained alone is saved, and merged, as untied.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     except ValueError as error:
         if str(error).startswith("Target module "):

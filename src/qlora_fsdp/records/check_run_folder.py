@@ -13,7 +13,7 @@ from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.ownership import find_obstacle
 from qlora_fsdp.records.run_state import SUMMARY_FILE, read_json, read_run
@@ -55,6 +55,8 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "run.folder", *obstacle)
     elif not config.run.overwrite and read_json(folder / SUMMARY_FILE).get("status") == "finished":
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
+        if (adapter := read_run(folder).adapter) is not None:
+            fix += f" To train its adapter further, set another run.name= and {show('lora.start', str(adapter))}."
         yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", fix)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.common.text import show_duration
+from qlora_fsdp.common.text import plural, show_duration
 from qlora_fsdp.config.schema import Config, Weights
 from qlora_fsdp.records.run_state import read_metrics
 
 
 def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> str:
     """Returns the last lines of a run's log."""
-    lines = [f"Finished: {summary['steps']:,} steps in {show_duration(summary['seconds'])}."]
+    lines = [f"Finished: {plural(summary['steps'], 'step')} in {show_duration(summary['seconds'])}."]
     first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
     lines += _before_and_after("training loss", first, summary.get("final_loss"))
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))

@@ -26,7 +26,7 @@ from qlora_fsdp.common.errors import (
 )
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
-from qlora_fsdp.common.text import first_line, printable, printable_lines
+from qlora_fsdp.common.text import first_line, for_stdout, printable, printable_lines
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
@@ -45,12 +45,14 @@ def write_out(out: str, text: str) -> None:
     """Writes the file of a command's `out=` setting, whole or not at all.
 
     Raises:
-        RunFolderError: the file can't be written.
+        RunFolderError: the file can't be written. The text, which may be the work of hours, is on stdout then.
     """
     try:
         write_atomically(Path(out).expanduser(), text)
     except OSError as error:
-        raise RunFolderError(f"out={out} can't be written: {error}. Set out to another file.") from error
+        print(for_stdout(text), end="", flush=True)
+        reason = f"can't be written: {error}. What it was to hold is printed above."
+        raise RunFolderError(f"out={out} {reason} Set out to another file.") from error
 
 
 def check_out(out: str | None) -> list[Problem]:

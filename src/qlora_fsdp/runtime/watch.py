@@ -91,20 +91,24 @@ class Watch:
         self.signals.be_patient(notice)
 
     def finish(self) -> None:
-        """Wait, however long, until the run is over on all ranks, and watch no more.
+        """Wait, however long, until the run is over on all ranks, and watch no more. Signals do nothing until `stop()`.
 
         Rank 0 may still write its report, and a rank that ended before would look lost to it.
         """
         self._is_finishing = True  # from here on a rank of this host may have ended because it has finished
         self._processes.wait(patiently=True)  # gloo raises an error here if a rank is killed before it has finished
-        self.stop()
+        self.signals.stop_raising()
+        self._end_threads()
 
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
+        self._end_threads()
+        self.signals.restore()
+
+    def _end_threads(self) -> None:
         self._stopped.set()
         if self._talking.is_alive():  # Python aborts if it ends while a thread returns from torch's store
             self._talking.join(STOP_SECONDS)
-        self.signals.restore()
 
     def explain(self, error: BaseException) -> BaseException:
         """Find out what ended the run, given what was raised here.

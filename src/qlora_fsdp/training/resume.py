@@ -8,7 +8,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.text import printable
+from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer, ShardingStrategy
@@ -99,13 +99,14 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
         was = printable(show("", old)[1:])
         if (is_harmless(key) and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
-            changes.append(f"{show(key, value)} (was {was})")
+            is_choice = key in (*OPEN, SLICES) and show("", value) == f"={AUTO}"  # the user need not have changed it
+            changes.append(f"{f'{key} chosen anew' if is_choice else show(key, value)} (was {was})")
         else:
             reason = f"was {was} when {checkpoint.folder} was written: it would be another run."
             fix = f"Set {key}={was}, or checkpoint.allow_changes=[{key}], or checkpoint.resume=none to start anew."
             problems.append(Problem(show(key, value), reason, fix))
     if num_ranks != checkpoint.num_ranks:
-        changes.append(f"{num_ranks} ranks (was {checkpoint.num_ranks})")
+        changes.append(f"{plural(num_ranks, 'rank')} (was {checkpoint.num_ranks})")
         if is_8bit:
             reason = f"keeps its state by rank: {num_ranks} ranks can't go on from the {checkpoint.num_ranks} of"
             fix = f"Start {checkpoint.num_ranks} processes, or set checkpoint.resume=none to start anew."

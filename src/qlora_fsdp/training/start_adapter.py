@@ -111,7 +111,7 @@ def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str
     if differing:
         was = ", ".join(show(f"quant.{name}", values[name]) for name in differing)
         notes.append(f"It was trained on a base with {was}, which is quantized in another way here.")
-    rope = about.rope.get("rope_scaling")
+    rope = about.rope_scaling
     if rope is not None and rope != config.model.rope_scaling:
         was, now = (show("model.rope_scaling", value) for value in (rope, config.model.rope_scaling))
         notes.append(f"It was trained with {was}, and this run has {now}.")

@@ -83,8 +83,8 @@ def train_adapter(
     figures = dict(summary.figures)  # for the trackers, which also get the result of training below
     try:
         watch.be_patient(
-            "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
-            "at once"
+            "the run saves and stops at the end of this step, or in an evaluation before its next batch; "
+            "another Ctrl-C stops it at once, without saving"
         )
         with saver:
             result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
