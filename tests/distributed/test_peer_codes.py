@@ -10,11 +10,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.common.errors import ProofError
+from qlora_fsdp.model import peer_codes
 from qlora_fsdp.model.peer_codes import PeerCodes
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.records.run_state import LOG_FILE
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.peers import BothWays, assert_same, make_layers, mapped_files, train_both_ways
 from tests.helpers.ranks import once, run_ranks
@@ -101,3 +106,22 @@ def train_and_gather_two(argv: list[str], folder: Path) -> str:
 def test_two_layers_never_have_the_same_buffers_unnoticed(argv, tmp_path: Path):
     for complaint in run_ranks(2, train_and_gather_two, argv(), tmp_path):
         assert complaint == "Two layers are gathered at a time whose codes have the same place."
+
+
+def train_where_rank_1_fails(argv: list[str], folder: Path) -> list[float]:
+    """The losses of a run whose rank 1 can't have its memory read."""
+
+    def fail(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+        if dist.get_rank(group) == 1:
+            raise RuntimeError("no memory that others can read\nand more lines")
+        return [torch.empty(num_bytes, dtype=torch.uint8)] * dist.get_world_size(group)
+
+    with mapped_files(folder), patch.object(peer_codes, "share_memory", fail):
+        return train_here([*argv, f"run.folder={folder}/run"]).losses
+
+
+def test_all_ranks_gather_where_one_has_no_memory_to_read(runs, argv, tmp_path: Path):
+    for losses in run_ranks(2, train_where_rank_1_fails, argv(), tmp_path):
+        assert losses == runs()[0]["FULL_SHARD"].gathered.losses
+    said = "codes are gathered by NCCL, as GPUs can't read one another's memory: no memory that others can read\n"
+    assert said in (tmp_path / "run" / LOG_FILE).read_text()

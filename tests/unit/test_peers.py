@@ -1,0 +1,41 @@
+"""Whether GPUs of a host can read one another's memory, by what torch and the environment say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qlora_fsdp.runtime.peers import can_read_peers
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, links: set[tuple[int, int]], seen: int = 3, others: bool = True) -> bool:
+    """What rank 1 of three finds out; `others`: what the other ranks have found out."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own.index, other) in links)
+    processes: Any = SimpleNamespace(
+        device=torch.device("cuda", 1), local_num_ranks=3, gather=lambda can: [others, can, others]
+    )
+    return can_read_peers(processes)
+
+
+def test_every_rank_must_read_every_gpu_of_its_host(monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    links = {(1, 0), (1, 2)}
+    assert ask(monkeypatch, links)
+    assert not ask(monkeypatch, {(1, 0)})
+    assert not ask(monkeypatch, links, others=False)
+    assert not ask(monkeypatch, links, seen=1)  # each process sees its own GPU alone
+
+
+@pytest.mark.parametrize(("value", "can"), [("1", False), ("0", True)])
+def test_the_variable_that_keeps_nccl_from_reading_keeps_us_too(monkeypatch, value: str, can: bool):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+    assert ask(monkeypatch, {(1, 0), (1, 2)}) is can
+
+
+def test_a_cpu_reads_nothing():
+    processes: Any = SimpleNamespace(device=torch.device("cpu"), local_num_ranks=2, gather=lambda can: [can, can])
+    assert not can_read_peers(processes)
