@@ -45,6 +45,8 @@ def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device)
         The memory of each rank of the group, uint8 [num_bytes], this rank's own among them. torch's allocator counts
         its own, as any tensor.
     """
+    # What is only read needs none of the multicast objects that torch makes by default, of which NVSwitches have few.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
         own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(own, group)
