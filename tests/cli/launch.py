@@ -228,13 +228,14 @@ def _run_command(
     os.dup2(os.open(typed, os.O_RDONLY), 0)
     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
-    sys.stdin, sys.argv = open(0), ["qlora-fsdp", *argv]  # noqa: SIM115  # multiprocessing has closed the former
+    if preexec is not None:
+        preexec()
+    # multiprocessing has closed stdin, and stdout knows the server's file, not what it is now: perhaps a pipe
+    sys.stdin, sys.stdout, sys.argv = open(0), open(1, "w", closefd=False), ["qlora-fsdp", *argv]  # noqa: SIM115
     os.environ.clear()
     os.environ |= environment
     os.chdir(folder)
     torch.set_num_threads(1)
-    if preexec is not None:
-        preexec()
     command_line()
 
 
