@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -74,7 +74,7 @@ class Codes:
     shape: torch.Size
     own: Tensor
     buffer: Buffer
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]]
 
     @property
     def whole(self) -> Tensor:
@@ -87,34 +87,40 @@ class PeerCodes:
     """The codes of all transformer layers of a sharded model, which each rank reads from the others.
 
     Args:
-        layers: transformer layers, in the order in which they run; FSDP units with parameters on meta.
-        memory: of each rank of the shard group, uint8, at least `shared_bytes`.
+        found: of each transformer layer, in the order in which they run, what `read_codes` finds there, on meta.
+        memory: of each rank of the shard group, uint8, with room for its part of all of these (`_room`).
+        rank: this rank's place in the group.
         num_sets: sets of buffers; as many as there are layers if layers stay gathered.
         device: where the layers compute.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], memory: Sequence[Tensor], num_sets: int, device: torch.device):
-        self.device, self.stays = device, num_sets >= len(layers)
+    def __init__(
+        self,
+        found: Sequence[Sequence[QuantizedLayer]],
+        memory: Sequence[Tensor],
+        rank: int,
+        num_sets: int,
+        device: torch.device,
+    ) -> None:
+        self.device, self.stays = device, num_sets >= len(found)
         self.token = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device=device)
-        found = [sorted(read_codes(layer), key=_num_bytes, reverse=True) for layer in layers]
         sizes = [[_num_bytes(module) for module in modules] for modules in found]
-        num_sets = min(num_sets, len(layers))
-        sets = []
+        num_sets, sets = min(num_sets, len(found)), []
         for index in range(num_sets):  # each has room for any of its layers
             largest = map(max, zip_longest(*sizes[index::num_sets], fillvalue=0))
             sets.append([Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for size in largest])
-        self.codes, first, rank = [], 0, dist.get_rank(_group(found))
+        self.codes, first = [], 0
         for index, modules in enumerate(found):
             for module, buffer in zip(modules, sets[index % num_sets], strict=False):
                 num_bytes = _num_bytes(module) // len(memory)
-                codes = Codes(module, module.codes.shape, memory[rank][first : first + num_bytes], buffer)
+                parts = [of_rank[first : first + num_bytes] for of_rank in memory]
                 # What was saved for backward need not be told that its memory is written to: it gets the same values.
                 rows = buffer.bytes.data.split(num_bytes)
                 # Each rank begins with its own rows and then reads another peer than the others do.
-                for peer in (*range(rank, len(memory)), *range(rank)):
-                    codes.copies.append((rows[peer], memory[peer][first : first + num_bytes]))
-                self.codes.append(codes)
-                first = round_up(first + num_bytes, ALIGNMENT)
+                order = (*range(rank, len(memory)), *range(rank))
+                copies = [(rows[peer], parts[peer]) for peer in order]
+                self.codes.append(Codes(module, module.codes.shape, parts[rank], buffer, copies))
+                first += _room(module, len(memory))
 
     def shards(self) -> dict[int, Tensor]:
         """This rank's rows without values, for `place_model`: by the id of the parameter on meta that they replace."""
@@ -178,12 +184,14 @@ def share_codes(
     """
     if not config.may_read_peers(processes.num_ranks, processes.local_num_ranks) or not can_read_peers(processes):
         return None
-    num_bytes = shared_bytes(layers, config.num_shards(processes.num_ranks, processes.local_num_ranks))
-    if num_bytes == 0:
+    found = [read_codes(layer) for layer in layers]
+    group = next((shard_group(module.codes) for modules in found for module in modules), None)
+    if group is None:
         return None
+    num_bytes = sum(_room(module, dist.get_world_size(group)) for modules in found for module in modules)
     memory, reason = [], None
     try:
-        memory = share_memory(num_bytes, _group([read_codes(layer) for layer in layers]), processes.device)
+        memory = share_memory(num_bytes, group, processes.device)
     except RuntimeError as error:
         if is_shortage(error):
             raise
@@ -193,17 +201,14 @@ def share_codes(
         log.info(f"Sharding: codes are gathered by NCCL, as GPUs can't read one another's memory: {reason}")
         return None
     log.info(f"Sharding: GPUs read {show_bytes(num_bytes)} of codes from each other's memory")
-    return PeerCodes(layers, memory, config.num_gathered if reshard_after_forward else len(layers), processes.device)
-
-
-def shared_bytes(layers: Sequence[nn.Module], num_shards: int) -> int:
-    """Bytes of a rank's part of all codes that others read."""
-    return sum(round_up(_num_bytes(m) // num_shards, ALIGNMENT) for layer in layers for m in read_codes(layer))
+    num_sets = config.num_gathered if reshard_after_forward else len(layers)
+    return PeerCodes(found, memory, dist.get_rank(group), num_sets, processes.device)
 
 
 def read_codes(layer: nn.Module) -> list[QuantizedLayer]:
-    """The quantized layers whose codes are read from other ranks: those that are split into equal parts."""
-    return [module for module in layer.modules() if isinstance(module, QuantizedLayer) and _is_even(module.codes)]
+    """What has codes that are read from other ranks, those of most bytes first: codes that split into equal parts."""
+    found = [module for module in layer.modules() if isinstance(module, QuantizedLayer) and _is_even(module.codes)]
+    return sorted(found, key=_num_bytes, reverse=True)
 
 
 def _is_even(param: Tensor) -> bool:
@@ -214,8 +219,6 @@ def _num_bytes(module: QuantizedLayer) -> int:
     return module.codes.numel() * module.codes.element_size()
 
 
-def _group(found: Sequence[Sequence[QuantizedLayer]]) -> dist.ProcessGroup:
-    """The ranks among which codes are split."""
-    group = next(shard_group(module.codes) for modules in found for module in modules)
-    assert group is not None
-    return group
+def _room(module: QuantizedLayer, num_shards: int) -> int:
+    """Bytes that a rank's part of the codes takes in the memory that others read."""
+    return round_up(_num_bytes(module) // num_shards, ALIGNMENT)
