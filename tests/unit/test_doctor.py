@@ -61,6 +61,14 @@ def test_two_processes_on_this_host(tmp_path: Path):
     assert done.returncode == 0
 
 
+def test_its_exit_code_is_that_of_the_findings_whatever_happens_while_python_ends():
+    """As threads of the processes' exchange, which are inside C++ then, may abort a process that is done."""
+    run = "runpy.run_module('qlora_fsdp.doctor', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", f"import atexit, os, runpy; atexit.register(os.abort); {run}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Can this host train?"), done.stderr
+
+
 def diagnose_slowly(folder: Path) -> list[Finding]:
     time.sleep(7)  # longer than the processes have to meet
     return []

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
+from qlora_fsdp.common.startup import announce, end_process, is_first_rank, quick_imports
 from qlora_fsdp.common.terminal import colored, uses_color
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.doctor.exchange import check_exchange
@@ -142,4 +142,4 @@ def _failed(error: Exception) -> Finding:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
