@@ -17,6 +17,10 @@ def test_scipy_is_hidden_while_the_libraries_are_imported_and_then_there_again(m
     with quick_imports():
         assert sys.modules["scipy"] is scipy, "what is imported already is not taken away"
     monkeypatch.delitem(sys.modules, "scipy")
+    monkeypatch.setitem(sys.modules, "transformers", sys)
+    with quick_imports():
+        assert find_spec("scipy") is not None, "transformers, which is there already, may have seen it"
+    monkeypatch.delitem(sys.modules, "transformers")
     with quick_imports(), quick_imports():
         assert find_spec("scipy") is None
     assert find_spec("scipy") is not None

@@ -52,7 +52,7 @@ def quick_imports() -> Iterator[None]:
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)
     is_ours = NO_COMPILER not in os.environ
     os.environ.setdefault(NO_COMPILER, "1")
-    hides_scipy = "scipy" not in sys.modules
+    hides_scipy = not {"scipy", "transformers"} & sys.modules.keys()  # transformers may have found it already
     if hides_scipy:
         sys.modules["scipy"] = None  # type: ignore[assignment]  # Python takes it for a module that is not there
     gc.disable()
