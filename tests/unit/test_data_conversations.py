@@ -163,6 +163,18 @@ def test_calls_without_words_are_trained_on_as_by_the_marks_of_trl(
     assert found[0] == found[1] and len(found[0]) == 4
 
 
+def test_earlier_answers_of_gpt_oss_are_trained_on_as_by_the_marks_of_trl():
+    tokenizer, found = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig()), []
+    markers = ["<|start|>", "<|end|>", "<|return|>", "<|message|>", "<|channel|>", "<|call|>"]
+    tokenizer.add_tokens(markers, special_tokens=True)
+    messages = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
+    for name in ("gptoss", "gptoss_training"):
+        tokenizer.chat_template = MODELS[name]
+        text, spans = format_messages(messages, None, LossOn.completion, tokenizer)
+        found.append([text[start:end].removeprefix("<|start|>assistant") for start, end in spans])
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
 def agent_trace(num_calls: int) -> list[dict[str, Any]]:
     """A question, calls of a tool with their answers, and the answer. No two of these say the same."""
     rng = random.Random(num_calls)

@@ -128,6 +128,11 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
         content_end, last_content_end = max(content_start, content_end), max(last_content_start, last_content_end)
     marker = after[last_content_end:]
     marker_length = _common_tokens(marker, text[content_end : content_end + len(marker)], conversation.tokenizer)
+    if marker and not marker_length and before is not None:  # gpt-oss ends the last answer in a way of its own
+        answered = conversation.render(messages[: number + 1], prompt=True)
+        _, answer_end = _difference(answered, conversation.render([*messages[:number], probe], prompt=True))
+        earlier = answered[answer_end:].removesuffix(before[len(conversation.render(messages[:number])) :])
+        marker_length = len(earlier) if text.startswith(earlier, content_end) else 0
     start = content_start if start is None else start
     end = content_end + marker_length if end is None else end
     name = called_name(message)
