@@ -302,6 +302,21 @@ def test_what_a_tokenizer_puts_before_a_text_stands_there_once():
         assert mask == [*[False] * len(whole), True, True]
 
 
+def test_a_system_prompt_that_the_template_leaves_out_of_answered_conversations_is_told():
+    """Mistral's templates write it into the last message, if that is the user's: before an answer, as in use."""
+    template = (
+        "{% set system = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
+        "{% if m.role == 'user' %}[{{ system if loop.last }}{{ m.content }}]{% elif m.role == 'assistant' %}"
+        "{{ m.content }}<end>{% endif %}{% endfor %}"
+    )
+    tokenizer, turns = make_tokenizer(template), CHAT[1:3]
+    rendered = tokenizer.apply_chat_template([CHAT[0], *turns[:1]], tokenize=False)
+    assert rendered == "[Be brief.Hi?]"
+    out = tokenize({"messages": turns}, tokenizer=tokenizer, system_prompt="Be brief.")
+    assert out == [("refused by the chat template", [], [])]
+    assert "Be brief." in tokenizer.decode(tokenize({"messages": turns}, system_prompt="Be brief.")[0][1])
+
+
 @pytest.mark.parametrize("text", ["def f():\n    return 1\n", "a  ", "\n\n", " b"])
 def test_spaces_at_the_end_of_a_completion_are_trained_on_whatever_the_tokenizer_says_of_their_place(text: str):
     """GPT-NeoX's, OLMo's and StarCoder's tokenizers tell the places of tokens without the spaces in them."""
