@@ -93,12 +93,12 @@ def _without_tasks(settings: EvaluateSettings) -> Iterator[Problem]:
 def _with_held_out(config: Config) -> Iterator[Problem]:
     """Refuses settings that hold rows out: the rows that are not held out would be evaluated, those of training."""
     if config.data.eval_fraction > 0:
-        fix = "Set data.path to a file of the held-out rows; or leave this out, and all rows are evaluated."
+        fix = "Set data.eval_fraction=0, and data.path to a file of the held-out rows."
         reason = "would leave the held-out rows out, and evaluate those that training used."
         yield Problem(show("data.eval_fraction", config.data.eval_fraction), reason, fix)
     if config.data.eval_path is not None:
         reason = "is not read: the rows of data.path are evaluated."
-        fix = f"Set {show('data.path', config.data.eval_path)} in place of both."
+        fix = f"Set {show('data.path', config.data.eval_path)} and data.eval_path=null."
         yield Problem(show("data.eval_path", config.data.eval_path), reason, fix)
 
 
