@@ -68,7 +68,7 @@ class EvaluateSettings(AdapterSettings):
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main:
-        refuse([*check_out(settings.out), *_without_tasks(settings)])
+        refuse([*check_out(settings.out), *_without_tasks(settings), *_with_held_out(config)])
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
@@ -88,6 +88,18 @@ def _without_tasks(settings: EvaluateSettings) -> Iterator[Problem]:
         if field.name not in ("adapter", "out") and value != field.default:
             fix = f"For data set {of_data[field.name]}." if field.name in of_data else "Leave it out."
             yield Problem(show(field.name, value), "has no effect without tasks=.", fix)
+
+
+def _with_held_out(config: Config) -> Iterator[Problem]:
+    """Refuses settings that hold rows out: the rows that are not held out would be evaluated, those of training."""
+    if config.data.eval_fraction > 0:
+        fix = "Set data.eval_fraction=0, and data.path to a file of the held-out rows."
+        reason = "would leave the held-out rows out, and evaluate those that training used."
+        yield Problem(show("data.eval_fraction", config.data.eval_fraction), reason, fix)
+    if config.data.eval_path is not None:
+        reason = "is not read: the rows of data.path are evaluated."
+        fix = f"Set {show('data.path', config.data.eval_path)} and data.eval_path=null."
+        yield Problem(show("data.eval_path", config.data.eval_path), reason, fix)
 
 
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:

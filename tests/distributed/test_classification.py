@@ -35,7 +35,7 @@ from tests.helpers.classification import (
 from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
-from tests.helpers.runs import settings, train_all
+from tests.helpers.runs import printed_by, settings, train_all
 
 pytestmark = pytest.mark.distributed
 TEXTS = ["rain fell over the old town", "birds"]
@@ -185,6 +185,18 @@ def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, arg
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
     assert generate.main([adapter, "prompt=rain"]) == 2
     assert f"task.name={config.task.name.value} writes no text." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["several labels", "numbers"])
+def test_two_ranks_evaluate_rows_of_several_numbers_as_training_did(runs, argv, tmp_path: Path, case: str):
+    runs(2)
+    config = load_config([*argv(case, 2)])
+    folder = Path(config.run.folder)
+    arguments = [f"adapter={folder / 'adapter'}", f"data.path={config.data.eval_path}", f"data.cache_folder={tmp_path}"]
+    printed, _ = run_ranks(2, printed_by, evaluate.main, arguments)
+    figures, summary = json.loads(printed), json.loads((folder / "summary.json").read_text())
+    assert figures["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+    assert {name: figures[name] for name in summary["eval_metrics"]} == pytest.approx(summary["eval_metrics"], abs=1e-5)
 
 
 @pytest.mark.parametrize(

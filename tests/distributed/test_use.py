@@ -350,6 +350,16 @@ def test_adapters_of_some_layers(
                 "apply_chat_template=true has no effect without tasks=. Leave it out.",
             ],
         ),
+        (
+            "evaluate",
+            ["model=tiny", "data=random", "data.eval_fraction=0.1"],
+            ["data.eval_fraction=0.1 would leave the held-out rows out, and evaluate those that training used."],
+        ),
+        (
+            "evaluate",
+            ["model=tiny", f"data.path={__file__}", f"data.eval_path={__file__}"],
+            ["is not read: the rows of data.path are evaluated. Set data.path=/"],
+        ),
         (  # a group of settings, not tasks= misspelt
             "evaluate",
             ["model=tiny", "task=sequence_classification", "model.path=/"],

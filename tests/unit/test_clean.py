@@ -155,6 +155,17 @@ def test_short_and_long_rows(tmp_path: Path, prepare: Prepare) -> None:
     assert len(prepared.train) == 2
 
 
+def test_the_length_of_an_answer_is_its_own_and_not_that_of_the_answer_beside_its_prompt(
+    tmp_path: Path, prepare: Prepare
+) -> None:
+    rows = [{"prompt": f"{n}", "completion": "x" * (10 * n), "label": n % 2 == 0} for n in range(8, 0, -1)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    for more in ({"path": path}, {"path": None, "mix": {str(path): 1.0}}):
+        prepared = prepare(task=TaskConfig(name=TaskName.preference), judged=True, min_tokens=23, max_tokens=63, **more)
+        lengths = [len(tokens) for i in range(len(prepared.train)) for tokens, _ in prepared.train.rows_of(i)]
+        assert lengths == [63, 53, 43, 33, 23]  # of 83, 73, ..., 13 with begin, prompt and end
+
+
 def test_near_duplicates_are_those_that_share_most_shingles(tmp_path: Path, prepare: Prepare) -> None:
     """Compared with the share of common runs of five bytes, counted without hashing; a long prompt is in all rows."""
     pytest.importorskip("datasketch")

@@ -142,7 +142,37 @@ def test_templates_of_models_give_the_text_and_spans_of_the_reference(template: 
         else:  # the reference looks at the whole conversation, of which more changes than of a small one
             answers = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
             for (start, end), answer in zip(found[1], answers, strict=True):
-                assert answer.get("content", "").strip().rpartition("\n")[2] in found[0][start:end]
+                assert answer.get("content", "").strip().rpartition("\n")[2].strip() in found[0][start:end]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": "Let me add."}])
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"])
+def test_calls_without_words_are_trained_on_as_by_the_marks_of_trl(
+    template: str, content: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """Thoughts that are empty are compared apart: the templates drop them from earlier answers, TRL's do not."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    traces = [{"role": "assistant", **content, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    again = [{"role": "user", "content": "And?"}, *traces, {"role": "assistant", "content": "3"}]
+    messages = [{"role": "user", "content": "Add."}, *traces, {"role": "assistant", "content": "Two."}, *again]
+    found = []
+    for name in (template, f"{template}_training"):
+        monkeypatch.setattr(TOKENIZER, "chat_template", MODELS[name])
+        text, spans = format_messages(messages, TOOLS, LossOn.completion, TOKENIZER)
+        found.append([text[start:end].replace("<think>\n\n</think>\n\n", "").strip() for start, end in spans])
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+def test_earlier_answers_of_gpt_oss_are_trained_on_as_by_the_marks_of_trl():
+    tokenizer, found = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig()), []
+    markers = ["<|start|>", "<|end|>", "<|return|>", "<|message|>", "<|channel|>", "<|call|>"]
+    tokenizer.add_tokens(markers, special_tokens=True)
+    messages = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
+    for name in ("gptoss", "gptoss_training"):
+        tokenizer.chat_template = MODELS[name]
+        text, spans = format_messages(messages, None, LossOn.completion, tokenizer)
+        found.append([text[start:end].removeprefix("<|start|>assistant") for start, end in spans])
+    assert found[0] == found[1] and len(found[0]) == 3
 
 
 def agent_trace(num_calls: int) -> list[dict[str, Any]]:

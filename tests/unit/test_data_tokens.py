@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
@@ -289,6 +289,43 @@ def test_saved_tokenizer_keeps_its_template_and_gets_a_pad_token(tmp_path):
     assert again.chat_template == tokenizer.chat_template
     assert again.pad_token_id == EOS
     assert again("a<eos>")["input_ids"] == [BOS, 97, EOS]
+
+
+def test_what_a_tokenizer_puts_before_a_text_stands_there_once():
+    tokenizer = make_tokenizer()
+    added = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<pad>", "<bos>")]  # as GLM-4's two tokens
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<pad> <bos> $A", special_tokens=added)
+    for prompt in ("ab", "<pad><bos>ab"):
+        whole = tokenizer("ab", verbose=False)["input_ids"]
+        [(_, tokens, mask)] = tokenize({"prompt": prompt, "completion": "c"}, tokenizer=tokenizer)
+        assert tokens == [*whole, ord("c"), EOS]
+        assert mask == [*[False] * len(whole), True, True]
+
+
+def test_a_system_prompt_that_the_template_leaves_out_of_answered_conversations_is_told():
+    """Mistral's templates write it into the last message, if that is the user's: before an answer, as in use."""
+    template = (
+        "{% set system = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
+        "{% if m.role == 'user' %}[{{ system if loop.last }}{{ m.content }}]{% elif m.role == 'assistant' %}"
+        "{{ m.content }}<end>{% endif %}{% endfor %}"
+    )
+    tokenizer, turns = make_tokenizer(template), CHAT[1:3]
+    rendered = tokenizer.apply_chat_template([CHAT[0], *turns[:1]], tokenize=False)
+    assert rendered == "[Be brief.Hi?]"
+    out = tokenize({"messages": turns}, tokenizer=tokenizer, system_prompt="Be brief.")
+    assert out == [("refused by the chat template", [], [])]
+    assert "Be brief." in tokenizer.decode(tokenize({"messages": turns}, system_prompt="Be brief.")[0][1])
+
+
+@pytest.mark.parametrize("text", ["def f():\n    return 1\n", "a  ", "\n\n", " b"])
+def test_spaces_at_the_end_of_a_completion_are_trained_on_whatever_the_tokenizer_says_of_their_place(text: str):
+    """GPT-NeoX's, OLMo's and StarCoder's tokenizers tell the places of tokens without the spaces in them."""
+    tokenizer, found = make_tokenizer(), []
+    for trims in (False, True):
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+        encoding = tokenizer.backend_tokenizer.encode(f"a \n{text}  b", add_special_tokens=False)
+        found.append(find_targets(encoding, [(3, 3 + len(text))]).tolist())
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "metaspace", "unigram"])

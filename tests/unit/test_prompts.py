@@ -12,8 +12,9 @@ from qlora_fsdp.common import text
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.commands import AdapterSettings, load_command, read_trained_on, saved_settings
-from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.form import find_form
+from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
 from qlora_fsdp.generate import GenerateSettings, _read_rows
 from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
@@ -34,6 +35,15 @@ def test_a_prompt_is_written_as_in_training(form: DataFormat | None, written: st
     style, _ = choose_style(tokenizer, form, raw=False)
     assert tokenizer.decode(style_tokens(style, tokenizer, "hi", "row 1")).endswith(written)
     assert choose_style(tokenizer, form, raw=True) == (PromptStyle.plain, "raw=true")
+
+
+@pytest.mark.parametrize("prompt", ["hi", "<bos>hi", "hi<eos>", "<bos>", ""])
+def test_a_plain_prompt_has_the_tokens_that_training_gives_it(prompt: str):
+    tokenizer = byte_tokenizer()
+    raw = json.dumps({"prompt": prompt, "completion": "x"}).encode()
+    rows = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 100, BadRows.error)
+    [tokens] = rows({"place": ["row 1"], "row": [raw]})["tokens"]
+    assert style_tokens(PromptStyle.plain, tokenizer, prompt, "row 1") == tokens[:-2].tolist()  # without x and <eos>
 
 
 def test_without_a_template_a_prompt_is_as_it_is():

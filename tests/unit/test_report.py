@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import html
 import json
+import math
 import os
 import re
 import subprocess
@@ -22,6 +23,8 @@ from qlora_fsdp.records.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.charts import Series, chart, running_mean, ticks
 from qlora_fsdp.report.page import write_report
+from qlora_fsdp.report.run_files import read_run_files
+from qlora_fsdp.report.sweep_table import describe_job, show_results
 from qlora_fsdp.status import main as status
 
 
@@ -144,6 +147,25 @@ def test_the_report_of_a_sweep_shows_losses_by_what_was_swept(tmp_path: Path):
     (figure,) = re.findall(r"<figure><figcaption><b>Evaluation loss by lora.r</b>.*?</figure>", page)
     assert figure.count("<circle") == 2 and "by quant" not in page
     assert "4.5000 (lowest)" in page
+
+
+def test_a_diverged_run_is_not_the_best_and_hides_no_other(tmp_path: Path):
+    losses = {"a": math.nan, "b": 2.0, "c": 3.0}
+    for name, loss in losses.items():
+        make_run(tmp_path / name, 16, {"status": "finished", "eval_loss": loss}, num_steps=10)
+    table = show_results(tmp_path, [describe_job(tmp_path / name, {"job": name}) for name in losses])
+    assert [line.split()[:2] for line in table.splitlines() if "*" in line] == [["*", "b"]]
+    assert report([str(tmp_path)]) == 0
+    assert re.findall(r"[\w.]+ \(lowest\)", (tmp_path / "report.html").read_text()) == ["2.0000 (lowest)"]
+
+
+def test_the_training_loss_of_a_report_leaves_out_steps_whose_gradient_was_not_used(tmp_path: Path):
+    losses = [2.0, 3.0, 1e20, *[4.0] * 97]
+    lines = [{"step": n, "loss": loss} | ({"skipped": True} if n == 2 else {}) for n, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run_files(tmp_path, "run", {})
+    assert run.span == 2 and run.smoothed_loss[:4] == [2.0, 2.5, None, 4.0]
+    assert run.training_loss == 4.0
 
 
 def test_lines_that_are_no_figures_are_left_out(runs: Path):

@@ -12,7 +12,7 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chat_markers import explain_no_template
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts, has_generation_marks
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, is_trained
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, called_name, is_trained
 from qlora_fsdp.data.turn_kinds import can_trace
 from qlora_fsdp.data.turns import find_turns
 
@@ -114,11 +114,8 @@ def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> N
 def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
     """Whether the text that a message gave has the name of the function it calls, which nothing but the call gives."""
     message, part = conversation.messages[number], trace.parts.get(number)
-    calls = message["tool_calls"]
-    call = calls[0] if isinstance(calls, list) and isinstance(calls[0], dict) else {}
-    function = call.get("function", call)
-    name = function.get("name") if isinstance(function, dict) else None
-    if part is None or not isinstance(name, str) or not name:
+    name = called_name(message)
+    if part is None or name is None:
         return False
     rest = trace.text[part[0] : part[1]]
     for said in (str(value).strip() for key, value in message.items() if key != "tool_calls"):

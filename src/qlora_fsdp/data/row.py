@@ -199,6 +199,15 @@ def is_trained(message: dict[str, Any]) -> bool:
     return all(message.get(key) is None or bool(message[key]) for key in TRAIN_KEYS)
 
 
+def called_name(message: dict[str, Any]) -> str | None:
+    """The name of the function that a message calls first; None: it calls none that has a name."""
+    calls = message.get("tool_calls")
+    call = calls[0] if isinstance(calls, list) and calls and isinstance(calls[0], dict) else {}
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
 def as_template_sees(message: dict[str, Any]) -> dict[str, Any]:
     """A message without fields that are null, as templates test whether a field is there, and without `train`."""
     return {key: value for key, value in message.items() if value is not None and key not in TRAIN_KEYS}

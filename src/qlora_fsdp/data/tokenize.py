@@ -16,8 +16,8 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.row import NO_TARGET, BadRow, check_row, parse_row
-from qlora_fsdp.data.tokenizer import encode
+from qlora_fsdp.data.row import NO_TARGET, REFUSED, BadRow, check_row, parse_row
+from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -43,8 +43,8 @@ LONG_TOKEN = 16
 class RowTokenizer:
     """Checks, formats and tokenizes batches of raw rows.
 
-    The end token stands exactly once after what is no chat, and so does the begin token before it, if the tokenizer
-    adds one by itself. In a chat the template decides.
+    The end token stands exactly once after what is no chat, and so do the tokens before it that the tokenizer adds by
+    itself, such as a begin token. In a chat the template decides.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -69,9 +69,12 @@ class RowTokenizer:
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
                 form, fields = check_row(parse_row(raw), self.data_format, self.columns)
-                if self.system_prompt and form is DataFormat.messages:
-                    fields = add_system_prompt(fields, self.system_prompt)
-                formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))
+                system, own = self.system_prompt if form is DataFormat.messages else None, fields
+                fields = add_system_prompt(own, system) if system else own
+                row = format_row(form, fields, self.loss_on, self.tokenizer)
+                if system and fields is not own and system.strip() not in row.text:
+                    raise BadRow(REFUSED, "it leaves out data.system_prompt, with which generate and chat would begin")
+                formatted.append((place, row))
             except BadRow as bad:
                 add_row(out, place, bad.kind, bad.detail)
         encoded = self.encode([row for _, row in formatted])
@@ -95,12 +98,13 @@ class RowTokenizer:
             return_attention_mask=False,
             verbose=False,
         )
-        bos, eos = self._bos_token_id(), self.tokenizer.eos_token_id
+        begin, eos = begin_tokens(self.tokenizer), self.tokenizer.eos_token_id
         for row, text, ids, encoding in zip(rows, texts, encoded["input_ids"], encoded.encodings, strict=True):
             tokens = np.array(ids, dtype=np.int32)
             is_target = find_targets(encoding, row.spans)
-            if not row.is_chat and bos is not None and (len(tokens) == 0 or tokens[0] != bos):
-                tokens, is_target = np.insert(tokens, 0, bos), np.insert(is_target, 0, False)
+            if not row.is_chat and ids[: len(begin)] != begin:
+                tokens = np.concatenate([np.array(begin, dtype=np.int32), tokens])
+                is_target = np.concatenate([np.zeros(len(begin), dtype=bool), is_target])
             if not row.is_chat and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
                 tokens, is_target = np.append(tokens, np.int32(eos)), np.append(is_target, True)
             is_target[:1] = False  # nothing stands before the first token to predict it from
@@ -109,10 +113,6 @@ class RowTokenizer:
                 yield (tokens[one_more], is_target[one_more]), show_length(row.text, text, len(tokens))
             else:
                 yield (tokens, is_target), ""
-
-    def _bos_token_id(self) -> int | None:
-        bos: int | None = self.tokenizer.bos_token_id
-        return bos if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else None
 
 
 def add_row(
@@ -217,5 +217,6 @@ def find_targets(encoding: Encoding, spans: Sequence[Span]) -> Mask:
     for start, end in spans:
         first = bisect_right(tokens, start, key=lambda token: place(token)[1])
         last = bisect_left(tokens, end, key=lambda token: place(token)[0])
-        is_target[first:last] = True
+        # Some tokenizers say that tokens of spaces alone are empty, and stand where the spaces end.
+        is_target[first : max(last, bisect_right(tokens, end, key=lambda token: place(token)[1]))] = True
     return is_target

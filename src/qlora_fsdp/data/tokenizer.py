@@ -132,6 +132,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text by itself: the begin token, as a rule, or none."""
+    whole, own = tokenizer("a", verbose=False)["input_ids"], encode(tokenizer, "a")
+    starts = (n for n in range(len(whole)) if whole[n : n + len(own)] == own)
+    return list(whole[: next(starts, 0)])
+
+
 def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
     """Adds the tokens of the settings to the tokenizer, in place. Their ids follow the tokenizer's last one."""
     wanted = [*config.add_tokens, *config.add_special_tokens]

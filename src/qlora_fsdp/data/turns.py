@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace
-from qlora_fsdp.data.row import NO_TARGET, BadRow
+from qlora_fsdp.data.row import NO_TARGET, BadRow, called_name
 from qlora_fsdp.data.turn_kinds import find_by_kind
 
 _PROBE = "\ue000"  # of Unicode's private use area, which no text should have
@@ -107,9 +107,10 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
     It lies between the conversation rendered up to it, with the prompt for it, and the conversation rendered up to
     its end. Some templates render a turn otherwise once others follow (Qwen3 drops its thoughts, Mistral moves
     the system message, Phi-3 ends with a token of its own). There the turn is what changes with its content, and
-    the end marker that follows the content in both.
+    the end marker that follows the content in both. A turn that calls tools and says nothing begins where content would
+    stand.
     """
-    messages = conversation.messages
+    messages, message = conversation.messages, conversation.messages[number]
     before = conversation.render(messages[:number], prompt=True) if number else None
     after = conversation.render(messages[: number + 1])
     start = len(before) if before is not None and text.startswith(before) and after.startswith(before) else None
@@ -117,20 +118,28 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
     if start is not None and end is not None:
         return start, end
 
-    content = messages[number].get("content")
+    content = message.get("content", "")
     if not isinstance(content, str):
         return None
-    probe = {**messages[number], "content": _PROBE}
+    probe = {**message, "content": _PROBE}
     content_start, content_end = _difference(text, conversation.render(conversation.replace(number, probe)))
-    _, last_content_end = _difference(after, conversation.render([*messages[:number], probe]))
+    last_content_start, last_content_end = _difference(after, conversation.render([*messages[:number], probe]))
+    if not content.strip():  # what stands before and after its place may be alike
+        content_end, last_content_end = max(content_start, content_end), max(last_content_start, last_content_end)
     marker = after[last_content_end:]
     marker_length = _common_tokens(marker, text[content_end : content_end + len(marker)], conversation.tokenizer)
-    if content_start >= content_end or (marker and not marker_length):
+    if marker and not marker_length and before is not None:  # gpt-oss ends the last answer in a way of its own
+        answered = conversation.render(messages[: number + 1], prompt=True)
+        _, answer_end = _difference(answered, conversation.render([*messages[:number], probe], prompt=True))
+        earlier = answered[answer_end:].removesuffix(before[len(conversation.render(messages[:number])) :])
+        marker_length = len(earlier) if text.startswith(earlier, content_end) else 0
+    start = content_start if start is None else start
+    end = content_end + marker_length if end is None else end
+    name = called_name(message)
+    is_silent_call = not content.strip() and name is not None and name in text[start:end]
+    if (content_start >= content_end and not is_silent_call) or (marker and not marker_length):
         return None
-    return (
-        content_start if start is None else start,
-        content_end + marker_length if end is None else end,
-    )
+    return start, end
 
 
 def _difference(text: str, other: str) -> Span:

@@ -17,7 +17,7 @@ from qlora_fsdp.data.chat_template import check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, as_template_sees, check_row
 from qlora_fsdp.data.tokenize import add_system_prompt
-from qlora_fsdp.data.tokenizer import encode
+from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
 
@@ -78,9 +78,9 @@ def style_tokens(
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """A prompt's tokens as in training: with the begin token where the tokenizer adds one, without an end token."""
-    tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
-    return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+    """A prompt's tokens as in training: after what the tokenizer puts before a text, once, without an end token."""
+    begin, tokens = begin_tokens(tokenizer), encode(tokenizer, prompt)
+    return tokens if tokens[: len(begin)] == begin else begin + tokens
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:

@@ -12,8 +12,9 @@ from transformers import GenerationConfig
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter_config import read_lora
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
 from qlora_fsdp.decoding.sampling import why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
@@ -120,7 +121,7 @@ def load_trained(
     loaded = materialize(trained, config, processes, fill_adapters, shards=shards)
     trained.model.eval()
     if loaded.units:
-        _run_from_the_root(trained.model, device)
+        _run_from_the_root(trained.model, config.task, device)
     kind = "with some of its layers" if trained.chain is not None else "with a part of each layer"
     part = "" if processes.num_ranks == 1 else f", each {'with the whole model' if is_whole else kind}"
     template = f", chat template: {template_name(trained.tokenizer)}" if generates else ""
@@ -188,7 +189,7 @@ def num_positions(trained: AssembledModel) -> int | None:
 
 
 @torch.no_grad()
-def _run_from_the_root(model: TaskModel, device: torch.device) -> None:
+def _run_from_the_root(model: TaskModel, task: TaskConfig, device: torch.device) -> None:
     """Run the sharded model once on a few tokens.
 
     FSDP sets itself up in its first forward pass, which has to begin at the root module. `generate` begins at a module
@@ -196,7 +197,7 @@ def _run_from_the_root(model: TaskModel, device: torch.device) -> None:
     """
     ones = torch.ones((1, 8), dtype=torch.int64)
     starts = torch.tensor([0, 8], dtype=torch.int32)
-    labels, label_positions = torch.zeros((0, 1)), torch.zeros(0, dtype=torch.int64)
+    labels, label_positions = torch.zeros((0, label_width(task))), torch.zeros(0, dtype=torch.int64)
     num_tokens = torch.tensor([8])
     batch = Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions, num_tokens)
     model(replace(batch, is_good=torch.zeros(0, dtype=torch.bool)).to(device))

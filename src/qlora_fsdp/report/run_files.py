@@ -38,8 +38,8 @@ class Run:
 
     @property
     def smoothed_loss(self) -> list[float | None]:
-        """For each step the mean loss of the last `span` steps."""
-        return running_mean([line["loss"] for line in self.steps], self.span)
+        """For each step the mean loss of the last `span` steps; those whose gradient was not used have none."""
+        return running_mean([None if line.get("skipped") else line["loss"] for line in self.steps], self.span)
 
     @property
     def training_loss(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -57,7 +58,8 @@ def figures(runs: Sequence[Run]) -> str:
     measured = [
         None if run.state.status in ended else run.state.eval_loss if has_eval else run.training_loss for run in runs
     ]
-    best = min((loss for loss in measured if loss is not None), default=None) if len(runs) > 1 else None
+    finite = [loss for loss in measured if loss is not None and math.isfinite(loss)]
+    best = min(finite, default=None) if len(runs) > 1 else None
     rows = []
     for run, loss in zip(runs, measured, strict=True):
         state = run.state

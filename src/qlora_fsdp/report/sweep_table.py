@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def read_swept(folder: Path) -> dict[Path, dict[str, str]]:
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
     """Returns the table of a sweep, in which the best job has a star."""
     losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]
-    best = min(losses, default=None)
+    best = min(filter(math.isfinite, losses), default=None)
     rows = []
     for job in jobs:
         is_best = len(losses) > 1 and job["status"] == "finished" and job["loss"] == best
