@@ -222,7 +222,8 @@ def _tokenize(
         if isinstance(row.get("prompt"), str):
             found.append(style_tokens(style, tokenizer, row["prompt"], f"row {number}", system))
         else:
-            found.append(chat_tokens(tokenizer, row["messages"], row.get("tools"), f"row {number}", system))
+            own = row.get("system") or system
+            found.append(chat_tokens(tokenizer, row["messages"], row.get("tools"), f"row {number}", own))
     return found
 
 
