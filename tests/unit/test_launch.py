@@ -174,6 +174,11 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Start it as `qlora-fsdp train`"),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
+        (
+            ["-m", "training.seed=range(3,3)"],
+            {},
+            "training.seed=range(3,3) has no value. Write a stop beyond the start",
+        ),
         (["-m", "training.learning_rate=interval(1e-5,1e-4)"], {}, "or name the sweeper: hydra/sweeper=optuna"),
         (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
