@@ -122,6 +122,13 @@ def test_a_file_of_other_lines_is_answered_with_how_they_are_written(tmp_path: P
         _read_rows(GenerateSettings(prompts=str(tmp_path / "prompts.txt")))
 
 
+def test_a_prompt_in_a_file_may_be_messages():
+    turns = [{"role": "user", "content": "hi"}]
+    trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
+    of_prompt, of_messages = _tokenize([{"prompt": turns}, {"messages": turns}], trained, GenerateSettings(), None)
+    assert of_prompt == of_messages
+
+
 def test_a_conversation_in_a_file_begins_with_its_own_system_column():
     rows = [{"messages": [{"role": "user", "content": "hi"}], "system": text} for text in ("Talk.", "", None)]
     trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
