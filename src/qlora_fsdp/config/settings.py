@@ -100,7 +100,6 @@ _OTHER_NAMES = {
     "dataset_name": "data.path",
     "bf16": "training.precision",
     "fp16": "training.precision",
-    "dtype": "training.precision",
     "base_model": "model.path",
     "datasets": "data.path",
     "val_set_size": "data.eval_fraction",
