@@ -197,7 +197,7 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
             raise DataError(f"{place} is {bad.kind}: {bad.detail}. Repair it.") from bad
         if row is None:
             continue
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _turns(row)):
             raise DataError(f"{place} has neither prompt nor messages. {A_ROW}")
         rows.append(row)
     if not rows:
@@ -215,15 +215,22 @@ def _tokenize(
     style, reason = choose_style(tokenizer, read_trained_on(settings.adapter), settings.raw)
     if any(isinstance(row.get("prompt"), str) for row in rows):
         log.info(f"Prompts: {style.value} ({reason})")
-    if style is PromptStyle.chat or any(row.get("prompt") is None for row in rows):
+    if style is PromptStyle.chat or any(not isinstance(row.get("prompt"), str) for row in rows):
         tell_system_prompt(system)
     found = []
     for number, row in enumerate(rows, start=1):
         if isinstance(row.get("prompt"), str):
             found.append(style_tokens(style, tokenizer, row["prompt"], f"row {number}", system))
         else:
-            found.append(chat_tokens(tokenizer, row["messages"], row.get("tools"), f"row {number}", system))
+            own = row.get("system") or system
+            found.append(chat_tokens(tokenizer, _turns(row), row.get("tools"), f"row {number}", own))
     return found
+
+
+def _turns(row: dict[str, Any]) -> Any:
+    """The conversation of a row whose prompt is no text: its messages, or a prompt that is a list of messages."""
+    prompt = row.get("prompt")
+    return row.get("messages") or (prompt if isinstance(prompt, list) else None)
 
 
 def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: int | None) -> None:

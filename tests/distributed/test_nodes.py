@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
 from qlora_fsdp.config.schema import ModelConfig
+from qlora_fsdp.data.run_data import prepare_data
+from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.training.same_settings import check_same_settings
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -47,3 +51,63 @@ def test_a_model_that_one_node_lacks_is_missed_by_all(checkpoint: Callable[..., 
     errors = run_ranks(2, find_on_each, folders, timeout_seconds=120)
     assert errors[0] == errors[1] and "model.path=here is no folder on " in errors[0]
     assert "no network on rank 1" in errors[0]
+
+
+def compare_on_each(commands: list[list[str]]) -> str:
+    """Compare the settings of this rank's own command line; what went wrong."""
+    config = load_config(["model=tiny", "data=random", "training.max_steps=3", *commands[int(os.environ["RANK"])]])
+    Meeting.new_port()
+    processes = start_processes(20, use_cpu=True)
+    try:
+        check_same_settings(config, processes)
+        return "the same"
+    except ConfigError as error:
+        return str(error)
+    finally:
+        stop_processes()
+
+
+@pytest.mark.parametrize(
+    ("on_rank_1", "told"),
+    [
+        (
+            ["training.learning_rate=1", "lora.r=4", "model.path=/here"],
+            [
+                "training.learning_rate=1.0 on rank 1 contradicts training.learning_rate=0.0002 on rank 0.",
+                "lora.r=4 on rank 1 contradicts lora.r=16 on rank 0.",
+                "model.path=/here on rank 1 contradicts model.path=null on rank 0.",
+            ],
+        ),
+        (["run.name=other", "data.cache_folder=/here", "data.num_proc=3", "tracking.project=mine"], []),
+    ],
+)
+def test_other_settings_on_another_node_are_refused_on_both(on_rank_1: list[str], told: list[str]):
+    first = ["data.cache_folder=/there"]
+    errors = run_ranks(2, compare_on_each, [first, on_rank_1], timeout_seconds=120)
+    assert errors[0] == errors[1] and (told or errors[0] == "the same")
+    assert all(text in errors[0] for text in told)
+
+
+def read_on_each(files: list[Path], cache: Path) -> str:
+    """Read this rank's own file, as the first of its node; what went wrong."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    config = load_config(["model=tiny", f"data.path={files[rank]}", f"data.cache_folder={cache}"])
+    Meeting.new_port()
+    processes = start_processes(20, use_cpu=True)
+    try:
+        prepare_data(config, byte_tokenizer(), processes, 320)
+        return "the same"
+    except DataError as error:
+        return str(error)
+    finally:
+        stop_processes()
+
+
+def test_other_data_on_another_node_is_refused_on_both(tmp_path: Path):
+    files = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for file, words in zip(files, (["a", "b"], ["a", "b", "c"]), strict=True):
+        file.write_text("".join(f'{{"prompt": "say ", "completion": "{word}"}}\n' for word in words))
+    errors = run_ranks(2, read_on_each, files, tmp_path / "cache", timeout_seconds=120)
+    assert errors[0] == errors[1]
+    assert "The data of rank 1 is not rank 0's: 3 rows of " in errors[0]

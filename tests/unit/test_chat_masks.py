@@ -166,6 +166,23 @@ def test_sharegpt_turns_are_messages():
     assert marked({"conversations": turns}, "phi4").count("⟦") == 1
 
 
+def test_a_system_column_stands_before_messages_that_have_none():
+    turns = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hello!"}]
+    expected = marked({"messages": CHAT[:3]}, "qwen2.5")
+    assert marked({"messages": CHAT[1:3], "system": "Be brief."}, "qwen2.5") == expected
+    assert marked({"messages": turns, "system": "Be brief."}, "qwen2.5") == expected
+    assert marked({"messages": CHAT[:3], "system": "Be long."}, "qwen2.5") == expected
+
+
+@pytest.mark.parametrize("prompt", [CHAT[:4], CHAT[1]["content"]])
+def test_a_prompt_and_a_completion_may_be_messages(prompt: Any):
+    turns = prompt if isinstance(prompt, list) else [CHAT[1]]
+    row = {"prompt": prompt, "completion": [CHAT[4]]}
+    untrained = [{**turn, "train": False} for turn in turns]
+    assert marked(row, "qwen2.5") == marked({"messages": [*untrained, CHAT[4]]}, "qwen2.5")
+    assert marked({**row, "completion": CHAT[4]["content"]}, "qwen2.5").count("⟦") == 1
+
+
 def test_sharegpt_calls_of_tools_are_those_of_messages():
     call = {"name": "add", "arguments": {"a": 1, "b": 2}}
     turns = [
@@ -211,6 +228,17 @@ def test_parts_of_text_are_text(template: str):
         ({"conversations": [{"from": "human"}]}, "wrong keys: message 1 has no content"),
         ({"messages": [{**CHAT[2], "weight": 0.5}]}, "wrong types: weight of message 1 is 0.5, neither 0 nor 1"),
         ({"messages": [CHAT[1], {**CHAT[2], "train": False}]}, "no target token"),
+        (
+            {"messages": [CHAT[1], {**CHAT[2], "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "wrong keys: message 2 has function_call, OpenAI's older form; write tool_calls",
+        ),
+        ({"messages": CHAT[1:], "images": ["a.png"]}, "wrong keys: the row has images, and training is on text alone"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "wrong keys: history is not empty"),
+        ({"prompt": CHAT[:2], "completion": 3}, "wrong types: int beside a list of messages is neither text nor"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "wrong keys: keys are chosen, rejected: answers to compare; set task=preference or task=reward",
+        ),
         ({"messages": CHAT[:1] + CHAT[2:]}, "refused by the chat template: Conversation roles must alternate"),
     ],
 )

@@ -176,6 +176,10 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("quant={load_in_4bit: true}", "is no option of quant"),
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
         ("lora.rank_pattern={a", "can't be read."),
+        (
+            'tokenizer.add_tokens=[a=b,"c"]',
+            'Put quotes around special characters: tokenizer.add_tokens=\'["...","..."]\'.',
+        ),
         ("~lora.r", "removes a setting, which is not possible."),
         ("lora.r=8,16", "gives several values to one run. For a sweep add -m."),
         ("quant.llm_int8_skip_modules=a,b", "add -m, for a list write quant.llm_int8_skip_modules=[a,b]."),
@@ -243,6 +247,11 @@ class TestOwnFolder:
         with pytest.raises(ConfigError) as caught:
             self.load(folder, text)
         assert expected in str(caught.value)
+
+    def test_an_experiment_that_stays_in_its_own_group_is_told_the_line_it_lacks(self, folder: Path) -> None:
+        (folder / "experiment" / "no_line.yaml").write_text("defaults: [override /quant: int8]\n")
+        with pytest.raises(ConfigError, match=r"experiment/no_line\.yaml looks .* with the line `# @package _global_`"):
+            load_config([*DRY_RUN, "--config-dir", str(folder), "experiment=no_line"])
 
     @pytest.mark.parametrize("text", ["5", "false", "[a]", "text"])
     def test_a_file_without_settings_is_refused(self, folder: Path, text: str) -> None:

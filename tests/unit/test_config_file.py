@@ -88,6 +88,8 @@ class TestFile:
         ("text", "expected"),
         [
             ("lora: {rank: 4}", "lora.rank=4 is not a setting. Did you mean lora.r?"),
+            ("sequence_len: 4", "sequence_len=4 is not a setting. Did you mean training.max_length?"),
+            ("base_model: a/b", "base_model=a/b is not a setting. Did you mean model.path?"),
             ("max_steps: 4", "max_steps=4 is not a setting. Did you mean training.max_steps?"),
             ("lora: {r: four}", "lora.r=four must be a whole number. Set lora.r=16."),
             ("lora: [1]", "lora=[1] is not a setting."),

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, WeightConverter
 
 from qlora_fsdp import evaluate, train
-from qlora_fsdp.common.errors import CheckpointError, ConfigError, RankError, TrainingError
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, DeviceError, RankError, TrainingError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.inference.merge_files import merge_files
 from qlora_fsdp.inference.merge_weights import Merge
@@ -242,3 +242,21 @@ def test_a_host_that_is_out_of_memory():
         peaks: Any = SimpleNamespace(record=lambda: None, now="forward", device=torch.device(device))
         assert advice in str(explain_shortage(error, None, None, peaks, None))
     assert quote_shortage(RuntimeError("CUDA out of memory. Tried")) == "The GPU is out of memory: CUDA out of memory"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set without WORLD_SIZE and MASTER_ADDR and MASTER_PORT. Unset RANK to run one"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "b"}, "MASTER_PORT=b is not a number."),
+    ],
+)
+def test_variables_that_are_left_of_another_launch(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match=expected):
+        start_processes(5, use_cpu=True)

@@ -13,7 +13,9 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp import train
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
-from qlora_fsdp.config.schema import QuantConfig
+from qlora_fsdp.config.schema import DataConfig, ModelConfig, QuantConfig
+from qlora_fsdp.data import tokenizer as tokenizer_module
+from qlora_fsdp.data.tokenizer import load_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
@@ -128,3 +130,29 @@ def test_what_is_planned_is_built(family: str, tmp_path: Path) -> None:
     settings = load_config(["quant=none"])
     planned = trace_config(files.config, settings).parts(settings)
     assert sum(param.numel() for param in built.parameters()) == planned.num_parameters
+
+
+def test_a_folder_of_an_adapter_is_told_what_it_is_for(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"It is an adapter: .* lora.start={tmp_path} to train on from it"):
+        find_model(f"model.path={tmp_path}")
+
+
+def test_code_of_a_models_own_is_told_by_the_setting_that_lets_it_run(tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}})
+    (tmp_path / "own.py").write_text("")
+    with pytest.raises(CheckpointError, match=r"code of its own\. If you .* model\.trust_remote_code=true\."):
+        find_model(f"model.path={tmp_path}")
+
+
+def test_a_tokenizer_that_can_not_be_loaded_is_told_by_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, LLAMA)
+    model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"it has none of tokenizer\.json, tokenizer\.model, .*\. Set model"):
+        load_tokenizer(model, DataConfig())
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"its tokenizer\.model needs `pip install sentencepiece`"):
+        load_tokenizer(model, DataConfig())

@@ -19,6 +19,7 @@ import pytest
 from tests.helpers.lines import read_lines
 
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.launch import local
 from qlora_fsdp.launch.command import launch_command, share_gpus
@@ -173,6 +174,11 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Start it as `qlora-fsdp train`"),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
+        (
+            ["-m", "training.seed=range(3,3)"],
+            {},
+            "training.seed=range(3,3) has no value. Write a stop beyond the start",
+        ),
         (["-m", "training.learning_rate=interval(1e-5,1e-4)"], {}, "or name the sweeper: hydra/sweeper=optuna"),
         (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
@@ -246,6 +252,37 @@ def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeyp
     for number, has_any_port in ((1, True), (2, False)):
         (tmp_path / "own.yaml").write_text(f"num_machines: {number}\nmain_process_port: 29500\n")
         assert ("--main_process_port" in launch_command(config, None, [])) == has_any_port
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "distributed_type: NO\nnum_processes: 2",
+            "NO, with which accelerate starts one process, not 2.",
+        ),
+        ("distributed_type: MULTI_CPU\nnum_processes: 2", "Set distributed_type: MULTI_GPU in it, on a CPU too."),
+        ("distributed_type: DEEPSPEED\nnum_processes: 2", "asks for DeepSpeed, which this launcher does not do."),
+        ("distributed_type: FSDP\nnum_processes: 0", "has num_processes: 0, which is no number of ranks."),
+        ("distributed_type: FSDP\nnum_processes: two", "has num_processes: two, which is no number of ranks."),
+        ("mixed_precision: fp8\nnum_processes: 1", "Set compute=fp8, and mixed_precision: bf16 in it."),
+        ("a: [", "can't be read: while parsing a flow node."),
+        ("", "holds no lines such as `num_processes: 2`."),
+    ],
+)
+def test_a_file_of_accelerates_that_starts_other_ranks_than_it_says(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    (problem,) = check_accelerate_file(load_config([*BASE, "-m", f"launch.config_file={file}"]))
+    assert str(problem).startswith(f"launch.config_file={file} ") and reason in str(problem)
+
+
+@pytest.mark.parametrize(
+    "text", ["distributed_type: NO\nnum_processes: 1", "distributed_type: MULTI_GPU\nnum_processes: gpu"]
+)
+def test_a_file_of_accelerates_that_starts_what_it_says(tmp_path: Path, text: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    assert not list(check_accelerate_file(load_config([*BASE, "-m", f"launch.config_file={tmp_path / 'own.yaml'}"])))
 
 
 def test_a_signal_after_the_ranks_have_ended_changes_nothing() -> None:

@@ -189,6 +189,13 @@ def test_bad_rows_are_left_out_and_told_once(tmp_path: Path) -> None:
         prepare(tmp_path, rows, bad_rows=BadRows.error)
 
 
+def test_answers_with_labels_where_pairs_are_wanted_are_told_which_loss_takes_them(tmp_path: Path) -> None:
+    data = prepare(tmp_path, [text_row("a ", "yes", "no"), {"prompt": "b ", "completion": "yes", "label": True}])
+    assert "keys are prompt, completion, label; task=preference preference.loss=kto takes labels" in str(
+        data.report.sources[0]
+    )
+
+
 def test_a_pair_stays_together_in_a_packed_sequence(tmp_path: Path) -> None:
     rows = [text_row("p" * n, "c" * (n + 1), "r" * (12 - n)) for n in range(1, 10)]
     data = prepare(tmp_path, rows).train

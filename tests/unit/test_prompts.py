@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.helpers.quick_config import load_config
@@ -16,7 +18,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
-from qlora_fsdp.generate import GenerateSettings, _read_rows
+from qlora_fsdp.generate import GenerateSettings, _read_rows, _tokenize
 from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
 
@@ -128,3 +130,17 @@ def test_a_file_of_other_lines_is_answered_with_how_they_are_written(tmp_path: P
     (tmp_path / "prompts.txt").write_text(line)
     with pytest.raises(DataError, match=r'line 1 .* Make each line {"prompt": "..."}'):
         _read_rows(GenerateSettings(prompts=str(tmp_path / "prompts.txt")))
+
+
+def test_a_prompt_in_a_file_may_be_messages():
+    turns = [{"role": "user", "content": "hi"}]
+    trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
+    of_prompt, of_messages = _tokenize([{"prompt": turns}, {"messages": turns}], trained, GenerateSettings(), None)
+    assert of_prompt == of_messages
+
+
+def test_a_conversation_in_a_file_begins_with_its_own_system_column():
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "system": text} for text in ("Talk.", "", None)]
+    trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
+    texts = [trained.tokenizer.decode(tokens) for tokens in _tokenize(rows, trained, GenerateSettings(), "Be terse.")]
+    assert [("Talk." in text, "terse" in text) for text in texts] == [(True, False), (False, True), (False, True)]

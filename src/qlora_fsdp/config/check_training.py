@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.check_model import NO_FLOAT16
 from qlora_fsdp.config.schema import (
     Activations,
@@ -151,9 +151,7 @@ def slices(config: Config) -> Iterator[Problem]:
 
 
 def _launch(config: Config) -> Iterator[Problem]:
-    if config.launch.config_file is not None and not Path(config.launch.config_file).expanduser().is_file():
-        fix = "Set it to an accelerate config such as accelerate_configs/one_node.yaml, or null."
-        yield problem_with(config, "launch.config_file", f"is no file, seen from {Path.cwd()}.", fix)
+    yield from check_accelerate_file(config)
     time, saves_before = config.slurm.time, config.slurm.signal_seconds
     fix = "Set slurm.time=24:00:00, or 2-00:00:00 for days."
     if time is not None and not _SLURM_TIME.fullmatch(time):

@@ -94,6 +94,9 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
     if found := re.match(r"Could not override '(.+)'", str(error)):
         fix = "See docs/configuration.md, and for hydra.* Hydra's own pages."
         return Problem(found[1], "is neither a setting nor a group of options.", fix)
+    if found := re.match(r"In '(.+)': Could not override '(.+)@.+'", str(error)):
+        fix = "Begin the file with the line `# @package _global_`."
+        return Problem(f"{found[1]}.yaml", f"looks for the group {found[2]} inside its own group.", fix)
     if "does not support sweep type" in str(error):
         fix = "List the values (a,b), or name the sweeper: hydra/sweeper=optuna (docs/sweeps.md)."
         return Problem("interval(...)", "is drawn from by sweepers of other packages.", fix)

@@ -76,7 +76,8 @@ _NOUNS = {
 }
 
 
-# The names of settings in transformers, TRL, PEFT and common speech, where these are too different to be guessed.
+# The names of settings in transformers, TRL, PEFT, Axolotl, LLaMA-Factory, torchtune and common speech, where these are
+# too different to be guessed.
 _OTHER_NAMES = {
     "alpha": "lora.lora_alpha",
     "batch_size": "training.micro_batch_size",
@@ -99,6 +100,20 @@ _OTHER_NAMES = {
     "dataset_name": "data.path",
     "bf16": "training.precision",
     "fp16": "training.precision",
+    "base_model": "model.path",
+    "datasets": "data.path",
+    "val_set_size": "data.eval_fraction",
+    "val_size": "data.eval_fraction",
+    "train_on_inputs": "data.loss_on",
+    "template": "data.chat_template",
+    "sequence_len": "training.max_length",
+    "cutoff_len": "training.max_length",
+    "max_seq_len": "training.max_length",
+    "sample_packing": "training.packing",
+    "lora_target": "lora.target_modules",
+    "lora_target_modules": "lora.target_modules",
+    "flash_attention": "model.attn_implementation",
+    "flash_attn": "model.attn_implementation",
 }
 
 

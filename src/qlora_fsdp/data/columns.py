@@ -17,9 +17,10 @@ REQUIRED_KEYS = {
 
 # Keys that a row of the form may have besides.
 MORE_KEYS = {
-    DataFormat.messages: ("tools",),
+    DataFormat.messages: ("system", "tools"),
     DataFormat.sharegpt: ("system", "tools"),
-    DataFormat.instruction: ("input",),
+    DataFormat.prompt_completion: ("system", "tools"),
+    DataFormat.instruction: ("input", "history"),
 }
 TURN_KEYS = ("role", "content")  # of the messages in a row, which data.columns renames too
 MAX_KEYS = 12  # of a row, that are shown
@@ -65,6 +66,8 @@ def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mappin
     if absent:
         lacks = " and ".join(f"no {columns[ours]}, which data.columns names for {ours}" for ours in absent)
         return f"{lacks}; keys are {keys}"
+    if "chosen" in row and "rejected" in row:
+        return f"keys are {keys}: answers to compare; set task=preference or task=reward"
     lacks = f"no {' and no '.join(missing)}; " if missing else ""
     guess = {} if columns else guess_columns(row)
     if guess:

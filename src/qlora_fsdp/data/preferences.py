@@ -28,12 +28,12 @@ from qlora_fsdp.data.row import (
     EMPTY,
     NO_TARGET,
     SAME_ANSWERS,
-    TRAIN_KEYS,
     WRONG_KEYS,
     WRONG_LABEL,
     WRONG_TYPES,
     BadRow,
     check_row,
+    join_answer,
     parse_row,
     type_name,
 )
@@ -139,6 +139,8 @@ def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str]) -> lis
     missing = [key for key in keys if key not in row]
     if missing:
         lacks = f"no {' and no '.join(missing)}; keys are {show_keys(found)}"
+        if is_paired and all(key in row for key in JUDGED_KEYS):
+            raise BadRow(WRONG_KEYS, f"{lacks}; task=preference preference.loss=kto takes labels")
         raise BadRow(WRONG_KEYS, f"{lacks}; data.columns={{{missing[0]}: NAME}} says which it is")
     if has_pair:
         return _read_pair(row, (None, None) if is_paired else (True, False), turn_columns)
@@ -248,12 +250,10 @@ def _answer(
         raise BadRow(EMPTY, f"{key} is empty")
     if isinstance(prompt, str) and isinstance(answer, str):
         return Answer(DataFormat.prompt_completion, {"prompt": prompt, "completion": answer}, label)
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
-    untrained = [turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt]
-    messages = {"messages": [*untrained, *answer], "tools": row.get("tools")}
+    messages = {
+        "messages": join_answer(prompt, answer),
+        **{key: row.get(key) for key in MORE_KEYS[DataFormat.messages]},
+    }
     return Answer(*check_row(messages, DataFormat.messages, turn_columns), label)
 
 

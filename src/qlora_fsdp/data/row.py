@@ -22,6 +22,8 @@ TOO_LONG = "longer than training.max_length"
 
 TURN_HINT = "; data.columns={role: NAME, content: NAME} says which these are"
 
+NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # keys beside messages that refer to them
+
 TRAIN_KEYS = ("train", "weight")  # keys of a message that say whether it is trained on
 
 # The roles of ShareGPT's turns, {"from": ..., "value": ...}, by the names that data sets give them.
@@ -58,7 +60,8 @@ def check_row(
         columns: the names that the data has for the keys of the form, where they differ (data.columns).
 
     Returns:
-        The form and the row. ShareGPT's rows become messages, so the form is never `sharegpt`, and never `auto`.
+        The form and the row. ShareGPT's rows become messages, so the form is never `sharegpt`, and never `auto`. So do
+        a prompt and a completion of which one is a list of messages.
 
     Raises:
         BadRow: the row can't be used.
@@ -69,22 +72,33 @@ def check_row(
     if missing:
         raise BadRow(WRONG_KEYS, explain_keys(found, missing, columns))
     if form is DataFormat.sharegpt:
-        turns = _from_sharegpt(_rename_keys(row["conversations"], columns), row.get("system"))
+        turns = _from_sharegpt(_rename_keys(row["conversations"], columns))
         form, row = DataFormat.messages, {**row, "messages": turns}
     elif form is DataFormat.messages:
         row = {**row, "messages": _rename_turns(row["messages"], columns)}
+    elif form is DataFormat.prompt_completion and any(isinstance(row[key], list) for key in REQUIRED_KEYS[form]):
+        turns = _rename_turns(join_answer(row["prompt"], row["completion"]), columns)
+        form, row = DataFormat.messages, {**row, "messages": turns}
     if form is DataFormat.messages:
         _check_messages(row["messages"])
+        for key in NOT_TEXT:
+            if row.get(key):
+                raise BadRow(WRONG_KEYS, f"the row has {key}, and training is on text alone")
         messages = [{**message, "content": join_parts(message.get("content"))} for message in row["messages"]]
-        return form, {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
+        row = {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
+        system = row.get("system")
+        return form, add_system_prompt(row, system) if isinstance(system, str) and system else row
     for key in REQUIRED_KEYS[form]:
         if not isinstance(row[key], str):
             raise BadRow(WRONG_TYPES, f"{key} is {type_name(row[key])}, not text")
     answer = REQUIRED_KEYS[form][-1]
     if not row[answer].strip():
         raise BadRow(EMPTY, f"{answer} is empty")
-    if form is DataFormat.instruction and not isinstance(row.get("input"), (str, type(None))):
-        raise BadRow(WRONG_TYPES, f"input is {type_name(row['input'])}, not text")
+    if form is DataFormat.instruction:
+        if not isinstance(row.get("input"), (str, type(None))):
+            raise BadRow(WRONG_TYPES, f"input is {type_name(row['input'])}, not text")
+        if row.get("history"):
+            raise BadRow(WRONG_KEYS, "history is not empty, and Alpaca's prompt has no place for it; write messages")
     return form, row
 
 
@@ -155,7 +169,7 @@ def _rename_turns(turns: Any, columns: Mapping[str, str]) -> Any:
         return turns
     if not any(key in columns for key in TURN_KEYS):
         has_other_names = any("from" in turn for turn in turns) and not any("role" in turn for turn in turns)
-        return _from_sharegpt(turns, None) if has_other_names else turns
+        return _from_sharegpt(turns) if has_other_names else turns
     messages = []
     for number, turn in enumerate(_rename_keys(turns, columns), start=1):
         name = turn.get("role")
@@ -165,12 +179,10 @@ def _rename_turns(turns: Any, columns: Mapping[str, str]) -> Any:
     return messages
 
 
-def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
+def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow(WRONG_TYPES, "conversations is not a list of turns")
-    messages: list[dict[str, Any]] = (
-        [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    )
+    messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         name, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         role = SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
@@ -192,6 +204,28 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadRow(WRONG_TYPES, f"turn {number} is a function_call without a name")
     return [{"type": "function", "function": call} for call in calls]
+
+
+def join_answer(prompt: Any, answer: Any) -> list[Any]:
+    """A prompt and its answer, each text or messages, as a conversation in which the prompt is not trained on.
+
+    Raises:
+        BadRow: one of them is neither.
+    """
+    for value in (prompt, answer):
+        if not isinstance(value, (str, list)):
+            raise BadRow(WRONG_TYPES, f"{type_name(value)} beside a list of messages is neither text nor such a list")
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    return [*(turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt), *answer]
+
+
+def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
+    """A conversation that begins with a system message: its own, or else one that says `text`."""
+    has_one = row["messages"][0]["role"] in ("system", "developer")
+    return row if has_one else {**row, "messages": [{"role": "system", "content": text}, *row["messages"]]}
 
 
 def is_trained(message: dict[str, Any]) -> bool:
@@ -223,6 +257,8 @@ def _check_messages(messages: Any) -> None:
             raise BadRow(WRONG_TYPES, f"message {number} is {type_name(message)}, not an object with role and content")
         if not isinstance(message.get("role"), str):
             raise BadRow(WRONG_KEYS, f"message {number} has no role (keys: {show_keys(message)}{TURN_HINT})")
+        if message.get("function_call"):
+            raise BadRow(WRONG_KEYS, f"message {number} has function_call, OpenAI's older form; write tool_calls")
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             hint = "" if "content" in message else TURN_HINT

@@ -87,6 +87,7 @@ def prepare_data(
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_sources(config), tokenizer, processes)
     prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)
+    _check_same(prepared.report, processes)
     return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
@@ -168,6 +169,27 @@ def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Pro
     with failing_together(processes):
         prepared = open_data() if processes.is_local_main else None
     return prepared or open_data()
+
+
+def _check_same(report: DataReport, processes: Processes) -> None:
+    """Compares what the ranks have read: hosts may have other files under the same names.
+
+    Raises:
+        DataError: it differs; the same on every rank.
+    """
+    counts = (report.num_rows, report.num_tokens, report.num_target_tokens, report.num_eval_target_tokens)
+    first, *others = processes.gather(counts)
+    for rank, found in enumerate(others, start=1):
+        if found != first:
+            raise DataError(
+                f"The data of rank {rank} is not rank 0's: {_show_counts(found)}, and there {_show_counts(first)}. "
+                "Copy the same files to every host, or set data.path and data.eval_path to a folder that all share."
+            )
+
+
+def _show_counts(counts: tuple[int, int, int, int]) -> str:
+    num_rows, num_tokens, num_targets, num_held_out = counts
+    return f"{num_rows:,} rows of {num_tokens:,} tokens, {num_targets:,} of them trained on, {num_held_out:,} held out"
 
 
 def _open(

@@ -16,7 +16,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.row import NO_TARGET, REFUSED, BadRow, check_row, parse_row
+from qlora_fsdp.data.row import NO_TARGET, REFUSED, BadRow, add_system_prompt, check_row, parse_row
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 Tokens = NDArray[np.int32]
@@ -172,12 +172,6 @@ def cut_batch(whole: Columns, settings: CutSettings) -> Columns:
             add_row(out, place[row], *problem, (flat.tokens[span], mask), labels[row])
             problem = ("", "")  # a row is counted once, not each of its pieces
     return out
-
-
-def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
-    """A conversation that begins with a system message: its own, or else one that says `text`."""
-    has_one = row["messages"][0]["role"] in ("system", "developer")
-    return row if has_one else {**row, "messages": [{"role": "system", "content": text}, *row["messages"]]}
 
 
 def first_text(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -> str:

@@ -7,6 +7,7 @@ import re
 from copy import copy
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, ModelConfig
 
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
 TEMPLATES = ("chatml", "llama3", "alpaca")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 # transformers passes every value of these files to the tokenizer's class, which opens some of them as paths.
 ARGUMENT_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -194,8 +196,9 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
     except BaseException as error:  # from_pretrained raises a dozen types for files that are missing or broken
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of `tokenizers`, in Rust
             raise
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"No tokenizer could be loaded from {path}: {reason} {fix}") from error
+        raise CheckpointError(
+            f"No tokenizer could be loaded from {path}: {_explain(Path(place), error)}. {fix}"
+        ) from error
     # A folder with config.json alone gives a tokenizer that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise CheckpointError(f"{path} has no tokenizer files. {fix}")
@@ -203,6 +206,18 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
     if problem is not None:
         raise CheckpointError(f"The tokenizer of {path} {problem} Repair it, or {fix[:1].lower()}{fix[1:]}")
     return tokenizer
+
+
+def _explain(folder: Path, error: BaseException) -> str:
+    """Why no tokenizer could be loaded. Where files are missing, transformers names packages that would not help."""
+    reason = " ".join(str(error).split()).rstrip(".")
+    if not folder.is_dir() or not ("tiktoken" in reason or "sentencepiece" in reason):
+        return reason
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        return f"it has none of {', '.join(VOCABULARY_FILES)}"
+    if (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+        return "its tokenizer.model needs `pip install sentencepiece`, or tiktoken if it is one of tiktoken's"
+    return reason
 
 
 def _vocabulary_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:

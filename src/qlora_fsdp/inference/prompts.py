@@ -15,8 +15,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chat_template import check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
-from qlora_fsdp.data.row import BadRow, as_template_sees, check_row
-from qlora_fsdp.data.tokenize import add_system_prompt
+from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees, check_row
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -47,6 +49,7 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
     overrides, more = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
     problems += [*more, *_wrong_launcher(arguments.overrides)]
     refuse(problems)
+    refuse(_empty_ranges(overrides))
     with composing(arguments.folders, given.values) as search_path:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -121,3 +124,13 @@ def _wrong_launcher(overrides: Sequence[str]) -> list[Problem]:
     launchers = [text for text in overrides if text.startswith("hydra/launcher=")]
     fix = "Set hydra/launcher=accelerate or hydra/launcher=slurm."
     return [Problem(text, "can't start this.", fix) for text in launchers if text not in LAUNCHERS]
+
+
+def _empty_ranges(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Ranges that end before they begin, of which Hydra would make a sweep without jobs, without a word."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value = override.value()
+        if isinstance(value, RangeSweep) and not list(value.range()):
+            key = override.key_or_group
+            fix = f"Write a stop beyond the start, as in {key}=range(0,5): the stop is not one of the values."
+            yield Problem(f"{key}={override.get_value_string()}", "has no value.", fix)

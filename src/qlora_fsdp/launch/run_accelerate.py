@@ -94,7 +94,7 @@ def _launch(argv: Sequence[str] | None) -> None:
     except SignalException as error:
         raise RankFailed(0, -error.sigval, None) from None
     except Exception as error:
-        text = f"{type(error).__name__}: {first_line(error)}"
+        text = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         raise LaunchError(f"accelerate can't start the ranks: {text}. Look at launch.config_file.") from None
 
 

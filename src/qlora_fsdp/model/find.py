@@ -76,10 +76,10 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             values = dict(config.config)
             hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
-            raise CheckpointError(
-                f"model.path={config.path} has no config.json. Set model.path to a folder with config.json and "
-                "safetensors files."
-            )
+            fix = "Set model.path to a folder with config.json and safetensors files."
+            if folder is not None and (folder / "adapter_config.json").is_file():
+                fix = f"It is an adapter: set model.path to its base, and lora.start={config.path} to train on from it."
+            raise CheckpointError(f"model.path={config.path} has no config.json. {fix}")
         if not isinstance(hf_config.get_text_config(), PretrainedConfig):
             raise CheckpointError(f"model.path={config.path}: its text_config is no config. Copy or download it again.")
         check_same_model(config, hf_config.to_dict())
@@ -89,10 +89,12 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     except UserError:
         raise
     except Exception as error:  # the file may hold anything
-        reason = shorten(" ".join(str(error).split()), MAX_REASON)
-        raise CheckpointError(
-            f"model.path={config.path}: its config can't be used: {reason}. Check model.path, or model.config."
-        ) from error
+        reason = shorten(" ".join(str(error).split()).rstrip("."), MAX_REASON)
+        fix = "Check model.path, or model.config."
+        if "trust_remote_code=True" in str(error):
+            reason = "it comes with code of its own"
+            fix = "If you trust this code, type model.trust_remote_code=true."
+        raise CheckpointError(f"model.path={config.path}: its config can't be used: {reason}. {fix}") from error
     tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
     if folder is not None:
         _settle_tie(hf_config, folder, tensors)

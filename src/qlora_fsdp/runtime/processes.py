@@ -223,7 +223,16 @@ def _open_store(world: World, timeout: timedelta) -> Store:
 
     torch serves it at every address of the host. Where rank 0 serves it and all ranks are on this node, it is served at
     MASTER_ADDR alone if that leads to no other host.
+
+    Raises:
+        DeviceError: the variables do not say where.
     """
+    start = "Unset RANK to run one process, or start the processes with accelerate launch or torchrun, which set all."
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise DeviceError(f"RANK={world.rank} is set without {' and '.join(missing)}. {start}")
+    if not os.environ["MASTER_PORT"].isdecimal():
+        raise DeviceError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a number. {start}")
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     is_local = world.num_ranks == world.local_num_ranks and address in ("localhost", "127.0.0.1")
     if not (is_local and _rank_0_holds_store() and port.isdecimal() and port != "0"):

@@ -48,6 +48,7 @@ from qlora_fsdp.training.resume import (
     find_checkpoint,
     is_own,
 )
+from qlora_fsdp.training.same_settings import check_same_settings
 from qlora_fsdp.training.start_adapter import open_start
 from qlora_fsdp.training.train_adapter import train_adapter
 
@@ -68,6 +69,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
     with _joined_ranks(config) as (processes, watch, summary), repeatable(config.training.deterministic):
         # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the run
         # folder is opened.
+        check_same_settings(config, processes)
         check(config, _complete(world, processes))
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config, processes)

@@ -1,0 +1,45 @@
+"""Do all ranks have the same settings? On several hosts each has a command line, an environment and files of its own.
+
+Ranks with another learning rate would train their shards with it, without a word, and ranks with another model or
+number of steps would wait for one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qlora_fsdp.common.errors import Problem, refuse
+from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import show
+from qlora_fsdp.runtime.processes import Processes
+
+_OWN_SECTIONS = ("run", "hub", "tracking")  # rank 0's count
+_PLACES = (
+    *("model.path", "model.tokenizer_path", "model.cache_folder", "lora.start", "checkpoint.resume"),
+    *("data.path", "data.eval_path", "data.mix", "data.cache_folder", "data.chat_template"),
+)
+_FIX = "Type the same command on every host, with the same files of settings and variables."
+
+
+def check_same_settings(config: Config, processes: Processes) -> None:
+    """Compares the settings of all ranks with those of rank 0. Every rank calls this.
+
+    Raises:
+        ConfigError: some differ; the same on every rank. Holds every one of them.
+    """
+    first, *others = processes.gather(plain_settings(config))
+    problems: dict[str, Problem] = {}
+    for rank, settings in enumerate(others, start=1):
+        for key, value in settings.items():
+            if key not in problems and _differs(key, value, first.get(key)):
+                reason = f"on rank {rank} contradicts {show(key, first.get(key))} on rank 0."
+                problems[key] = Problem(show(key, value), reason, _FIX, key)
+    refuse(problems.values())
+
+
+def _differs(key: str, value: Any, first: Any) -> bool:
+    """Whether a value makes another run than rank 0's. A place may have another name, but is set on all or on none."""
+    if key.partition(".")[0] in _OWN_SECTIONS or key == "data.num_proc":
+        return False
+    return bool(value) != bool(first) if key in _PLACES else value != first
