@@ -36,6 +36,7 @@ from qlora_fsdp.config.schema import (
     Config,
     DataConfig,
     DataFormat,
+    LossOn,
     MixBy,
     MixUntil,
     ModelConfig,
@@ -65,6 +66,37 @@ def run(tmp_path: Path) -> Callable[..., PreparedData]:
         return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
 
     return run
+
+
+@pytest.mark.parametrize("is_table", [False, True])
+@pytest.mark.parametrize(
+    ("row", "settings", "unused"),
+    [
+        ({"prompt": "p", "completion": "c", "system": "s", "id": 1}, {}, {"system", "id"}),
+        ({"prompt": "p", "completion": "c", "system": ""}, {}, set()),
+        ({"q": "p", "a": "c", "label": False}, {"columns": {"prompt": "q", "completion": "a"}}, {"label"}),
+        ({"instruction": "i", "input": "", "output": "o", "system": "s"}, {}, {"system"}),
+        ({"messages": [{"role": "user", "content": "u"}], "system": "s"}, {"loss_on": LossOn.all}, set()),
+        ({"text": "t", **{f"c{n}": n for n in range(13)}}, {}, {*(f"c{n}" for n in range(12)), "..."}),
+    ],
+)
+def test_columns_that_are_not_used_are_told(
+    run: Callable[..., PreparedData],
+    tmp_path: Path,
+    row: dict[str, Any],
+    settings: dict[str, Any],
+    unused: set[str],
+    is_table: bool,
+):
+    path = tmp_path / ("rows.parquet" if is_table else "rows.jsonl")
+    if is_table:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        write_lines(path, row)
+    settings = {"chat_template": "chatml", "max_length": 512, **settings}
+    for _ in ("tokenized", "in the cache"):
+        report = run(path, **settings).report.sources[0]
+        assert set(report.unused) == unused and ("columns that are not used: " in str(report)) == bool(unused)
 
 
 def texts(sequences: Sequences) -> list[str]:

@@ -302,7 +302,7 @@ def test_what_a_tokenizer_puts_before_a_text_stands_there_once():
         assert mask == [*[False] * len(whole), True, True]
 
 
-def test_a_system_prompt_that_the_template_leaves_out_of_answered_conversations_is_told():
+def test_a_system_message_that_the_template_leaves_out_of_answered_conversations_is_told():
     """Mistral's templates write it into the last message, if that is the user's: before an answer, as in use."""
     template = (
         "{% set system = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
@@ -312,8 +312,8 @@ def test_a_system_prompt_that_the_template_leaves_out_of_answered_conversations_
     tokenizer, turns = make_tokenizer(template), CHAT[1:3]
     rendered = tokenizer.apply_chat_template([CHAT[0], *turns[:1]], tokenize=False)
     assert rendered == "[Be brief.Hi?]"
-    out = tokenize({"messages": turns}, tokenizer=tokenizer, system_prompt="Be brief.")
-    assert out == [("refused by the chat template", [], [])]
+    for row, settings in (({"messages": turns}, {"system_prompt": "Be brief."}), ({"messages": CHAT[:3]}, {})):
+        assert tokenize(row, tokenizer=tokenizer, **settings) == [("refused by the chat template", [], [])]
     assert "Be brief." in tokenizer.decode(tokenize({"messages": turns}, system_prompt="Be brief.")[0][1])
 
 

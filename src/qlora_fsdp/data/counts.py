@@ -84,6 +84,7 @@ class ReadReport:
         skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
             tokens.
         repeated: which data sets a stream read over and over. It is not stored either.
+        unused: the columns that the first row, or the table, has besides those that are used. Not told of a stream.
     """
 
     path: str
@@ -95,9 +96,11 @@ class ReadReport:
     label_width: int = 0
     skipped: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
+        unused = f"; columns that are not used: {', '.join(self.unused)}" if self.unused else ""
+        lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used{unused}"]
         return "\n".join([*lines, *(f"  {line}" for line in (*self.repeated, *self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +109,8 @@ class ReadReport:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReadReport:
         problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
-        return cls(**{**value, "problems": problems, "skipped": (), "repeated": ()})
+        unused = tuple(value.get("unused", ()))
+        return cls(**{**value, "problems": problems, "skipped": (), "repeated": (), "unused": unused})
 
 
 @dataclass(frozen=True)

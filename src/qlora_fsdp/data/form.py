@@ -7,9 +7,10 @@ from itertools import islice
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
-from qlora_fsdp.data.row import BadRow, check_row, parse_row
+from qlora_fsdp.data.row import BadRow, check_row
 
 ROWS_LOOKED_AT = 100  # the first of them may be bad
 

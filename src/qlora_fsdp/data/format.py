@@ -11,6 +11,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.config.schema import DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.conversation import format_messages
+from qlora_fsdp.data.row import REFUSED, SYSTEM, BadRow
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -52,6 +53,7 @@ def format_row(
     match form:
         case DataFormat.messages:
             text, spans = format_messages(row["messages"], row.get("tools"), loss_on, tokenizer)
+            _check_system(row["messages"][0], text)
             return FormattedRow(text, spans, is_chat=True)
         case DataFormat.text:
             return FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)
@@ -64,6 +66,16 @@ def format_row(
             raise AssertionError(f"check_row gives no row the form {form.value}")
         case _:
             assert_never(form)
+
+
+def _check_system(message: dict[str, Any], text: str) -> None:
+    """Refuses a conversation whose system message the template leaves out once it is answered, as Mistral's may."""
+    content = message.get("content")
+    if message["role"] not in SYSTEM or not isinstance(content, str) or content.strip() in text:
+        return
+    if " ".join(content.split()) not in " ".join(text.split()):
+        reason = "it leaves out the system message, with which generate and chat would begin"
+        raise BadRow(REFUSED, f"{reason}; put that into the first message of the user")
 
 
 def _complete(prompt: str, completion: str, loss_on: LossOn) -> FormattedRow:

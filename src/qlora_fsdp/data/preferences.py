@@ -24,6 +24,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.columns import MORE_KEYS, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import FormattedRow, format_row
+from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.row import (
     EMPTY,
     NO_TARGET,
@@ -34,7 +35,6 @@ from qlora_fsdp.data.row import (
     BadRow,
     check_row,
     join_answer,
-    parse_row,
     type_name,
 )
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch

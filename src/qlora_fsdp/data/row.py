@@ -1,4 +1,4 @@
-"""Stage 2, row: a raw row → a dict of a known form, or a `BadRow` that says what is wrong with it."""
+"""Stage 2, row: a parsed row → a dict of a known form, or a `BadRow` that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ TOO_LONG = "longer than training.max_length"
 TURN_HINT = "; data.columns={role: NAME, content: NAME} says which these are"
 
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # keys beside messages that refer to them
+
+SYSTEM = ("system", "developer")  # roles
 
 TRAIN_KEYS = ("train", "weight")  # keys of a message that say whether it is trained on
 
@@ -102,51 +104,6 @@ def check_row(
     return form, row
 
 
-def parse_row(raw: bytes) -> dict[str, Any]:
-    """Parses a row, whatever its keys.
-
-    Raises:
-        BadRow: the row is empty, not UTF-8 or no JSON object, or an object in it has a key twice.
-    """
-    if not raw.strip():
-        raise BadRow(EMPTY)
-    try:
-        row = json.loads(raw.decode("utf-8"), object_pairs_hook=_read_object)
-    except UnicodeDecodeError as error:
-        raise BadRow(NOT_UTF8, f"byte {error.start + 1} of the row is 0x{raw[error.start]:02x}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadRow(NOT_JSON, str(error)) from error
-    check_unicode(raw, row)
-    if not isinstance(row, dict):
-        raise BadRow(
-            WRONG_KEYS, "not an object of named fields, or a CSV line with more or fewer cells than the header"
-        )
-    return row
-
-
-def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. One that has a key twice is refused, because which value counts is anybody's guess."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadRow(WRONG_KEYS, f"an object has {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return found
-
-
-def check_unicode(raw: bytes, row: Any) -> None:
-    """Refuses half of a character beyond U+FFFF (a lone surrogate). JSON's escapes can write it; no tokenizer takes it.
-
-    Raises:
-        BadRow: `row`, which was parsed from `raw`, has one.
-    """
-    if b"\\u" in raw:  # valid UTF-8 can write it in no other way, so other rows need not be written out
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = json.dumps(error.object[error.start])
-            raise BadRow(NOT_UTF8, f"{half} is half of a character, without its other half") from error
-
-
 def _detect(row: dict[str, Any], found: dict[str, Any], columns: Mapping[str, str]) -> DataFormat:
     """The form of a row, of which `found` is as it is in the data."""
     for form, keys in REQUIRED_KEYS.items():
@@ -224,7 +181,7 @@ def join_answer(prompt: Any, answer: Any) -> list[Any]:
 
 def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
     """A conversation that begins with a system message: its own, or else one that says `text`."""
-    has_one = row["messages"][0]["role"] in ("system", "developer")
+    has_one = row["messages"][0]["role"] in SYSTEM
     return row if has_one else {**row, "messages": [{"role": "system", "content": text}, *row["messages"]]}
 
 

@@ -16,7 +16,8 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.row import NO_TARGET, REFUSED, BadRow, add_system_prompt, check_row, parse_row
+from qlora_fsdp.data.parse import parse_row
+from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt, check_row
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 Tokens = NDArray[np.int32]
@@ -69,12 +70,9 @@ class RowTokenizer:
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
                 form, fields = check_row(parse_row(raw), self.data_format, self.columns)
-                system, own = self.system_prompt if form is DataFormat.messages else None, fields
-                fields = add_system_prompt(own, system) if system else own
-                row = format_row(form, fields, self.loss_on, self.tokenizer)
-                if system and fields is not own and system.strip() not in row.text:
-                    raise BadRow(REFUSED, "it leaves out data.system_prompt, with which generate and chat would begin")
-                formatted.append((place, row))
+                if self.system_prompt and form is DataFormat.messages:
+                    fields = add_system_prompt(fields, self.system_prompt)
+                formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))
             except BadRow as bad:
                 add_row(out, place, bad.kind, bad.detail)
         encoded = self.encode([row for _, row in formatted])

@@ -7,7 +7,7 @@ that happens in a work folder beside the entry. Whoever starts again finds there
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
 from qlora_fsdp.data.tokenizer import with_template
+from qlora_fsdp.data.unused_columns import find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import num_cores
 
@@ -160,9 +161,10 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
     if plan is None or shards is None or (missing and not (work / RAW).exists()):
         for path in work.iterdir():
             remove(path)
-        with ReadingBar(source, f"Reading {name}") as reading:
+        dropped: dict[str, None] = {}
+        with ReadingBar(note_dropped(source, dropped), f"Reading {name}") as reading:
             raw = read_rows(reading.source, work / RAW, reading.advance)
-        plan = _plan(raw, source, config)
+        plan = _plan(raw, source, config, list(dropped))
         plan.save(work)
         shards = Shards(work, plan.bounds)
         missing = shards.find_missing()
@@ -187,8 +189,14 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
     finished.rename(folder)
 
 
-def _plan(raw: datasets.Dataset, source: Source, config: Config) -> Plan:
+def _plan(raw: datasets.Dataset, source: Source, config: Config, dropped: Sequence[str]) -> Plan:
     """Which rows are used, and how they are divided into shards.
+
+    Args:
+        raw: all rows.
+        source: where they are from.
+        config: `data` and `task` are used.
+        dropped: columns that are not among them.
 
     Raises:
         DataError: data.split takes none, or it can't be told what labels mean.
@@ -208,7 +216,8 @@ def _plan(raw: datasets.Dataset, source: Source, config: Config) -> Plan:
         check_lists(((row["place"], row["row"]) for row in raw.select(rows)), config.task, data.columns)
     num_bytes = pc.binary_length(raw.data.column("row")).to_numpy()[rows]
     may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS
-    read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(config))
+    unused = find_unused(raw[0]["row"] if len(raw) else b"", source, dropped, data.columns)
+    read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(config), unused=unused)
     return Plan(rows, find_bounds(num_bytes.astype(np.int64), may_divide), read)
 
 

@@ -1,0 +1,47 @@
+"""Columns that nothing reads: the log names them, since one of them may be what the user wants the model to see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.data.columns import MAX_KEYS, MORE_KEYS, rename
+from qlora_fsdp.data.parse import parse_row
+from qlora_fsdp.data.read import Source
+from qlora_fsdp.data.row import BadRow
+
+TEXTS = ("prompt", "completion", "chosen", "rejected")
+
+
+def note_dropped(source: Source, dropped: dict[str, None]) -> Source:
+    """The source, which notes as keys of `dropped` the columns of tables that are not read."""
+
+    def choose(names: Sequence[str]) -> list[str]:
+        chosen = source.choose(names)
+        dropped.update(dict.fromkeys(name for name in names if name not in chosen))
+        return chosen
+
+    return replace(source, choose=choose)
+
+
+def find_unused(raw: bytes, source: Source, dropped: Sequence[str], columns: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns of a source that are not used.
+
+    Args:
+        raw: its first row.
+        source: knows which columns rows of this task need.
+        dropped: the columns that were not read.
+        columns: data.columns.
+    """
+    row = {}
+    with suppress(BadRow):
+        row = parse_row(raw)
+    chosen = source.choose(list(row))
+    ours = rename(row, columns)
+    if "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in TEXTS):  # there is no conversation
+        of_messages = {columns.get(key, key) for key in MORE_KEYS[DataFormat.messages]}
+        chosen = [key for key in chosen if key not in of_messages or not row[key]]
+    unused = [*dropped, *(key for key in row if key not in chosen)]
+    return (*unused[:MAX_KEYS], *(["..."] if len(unused) > MAX_KEYS else []))
