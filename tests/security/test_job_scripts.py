@@ -53,7 +53,7 @@ def test_a_script_runs_nothing_of_its_paths(
         file.write_text(text)
         file.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(home / "python"))
-    (home / "own.yaml").touch()
+    (home / "own.yaml").write_text("distributed_type: MULTI_GPU\n")
     argv = [
         *BASE,
         "launch.dry_run=true",
