@@ -1,4 +1,4 @@
-"""Checks the file of accelerate's that launch.config_file names for what would start other ranks than it says.
+"""Reads the file of accelerate's that launch.config_file names, and checks it for what starts other ranks than it says.
 
 accelerate starts one process, without a word, where `distributed_type` is NO or MULTI_CPU, and asks for packages that
 would not help where it is another engine's.
@@ -23,6 +23,21 @@ _COUNTED = ("gpu", "cpu", "auto")  # torchrun counts them
 _FIX = "Set it to a file that `accelerate config --config_file FILE` wrote, or to null."
 
 
+def read_accelerate_file(file: Path) -> dict[str, Any]:
+    """Returns the lines of a file of accelerate's.
+
+    Raises:
+        ValueError: it can't be read, or has none; the message says so.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"can't be read: {first_line(error).rstrip('.')}.") from error
+    if not isinstance(values, dict):
+        raise ValueError("holds no lines such as `num_processes: 2`.")
+    return values
+
+
 def check_accelerate_file(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with the file."""
     if config.launch.config_file is None:
@@ -32,12 +47,9 @@ def check_accelerate_file(config: Config) -> Iterator[Problem]:
         yield _problem(config, f"is no file, seen from {Path.cwd()}.", _FIX)
         return
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        yield _problem(config, f"can't be read: {first_line(error).rstrip('.')}.", _FIX)
-        return
-    if not isinstance(values, dict):
-        yield _problem(config, "holds no lines such as `num_processes: 2`.", _FIX)
+        values = read_accelerate_file(file)
+    except ValueError as error:
+        yield _problem(config, str(error), _FIX)
         return
     yield from _check_values(config, values)
 

@@ -129,9 +129,7 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
     marker = after[last_content_end:]
     marker_length = _common_tokens(marker, text[content_end : content_end + len(marker)], conversation.tokenizer)
     if marker and not marker_length and before is not None:  # gpt-oss ends the last answer in a way of its own
-        answered = conversation.render(messages[: number + 1], prompt=True)
-        _, answer_end = _difference(answered, conversation.render([*messages[:number], probe], prompt=True))
-        earlier = answered[answer_end:].removesuffix(before[len(conversation.render(messages[:number])) :])
+        earlier = _marker_before_more(conversation, number, probe, before)
         marker_length = len(earlier) if text.startswith(earlier, content_end) else 0
     start = content_start if start is None else start
     end = content_end + marker_length if end is None else end
@@ -140,6 +138,21 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
     if (content_start >= content_end and not is_silent_call) or (marker and not marker_length):
         return None
     return start, end
+
+
+def _marker_before_more(conversation: Conversation, number: int, probe: dict[str, Any], before: str) -> str:
+    """The end marker of turn `number` where another turn is to follow it.
+
+    Args:
+        conversation: of which the turn is a part.
+        number: of the turn.
+        probe: the turn with another content.
+        before: the conversation up to the turn, with the prompt for it, which ends as the prompt for the next does.
+    """
+    earlier = conversation.messages[:number]
+    text = conversation.render([*earlier, conversation.messages[number]], prompt=True)
+    _, content_end = _difference(text, conversation.render([*earlier, probe], prompt=True))
+    return text[content_end:].removesuffix(before[len(conversation.render(earlier)) :])
 
 
 def _difference(text: str, other: str) -> Span:

@@ -6,11 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.common.nvidia_smi import query_gpus
 from qlora_fsdp.common.shipped import shipped_file
+from qlora_fsdp.config.accelerate_file import read_accelerate_file
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 
@@ -38,10 +37,9 @@ def count_ranks(config: Config, slot: Slot) -> int | None:
 def _names_machines(file: Path) -> bool:
     """Whether a file of accelerate's is about several machines, which have to agree on a port."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False  # accelerate will say what is wrong with it
-    number = values.get("num_machines") if isinstance(values, dict) else None
+        number = read_accelerate_file(file).get("num_machines")
+    except ValueError:
+        return False  # the check of settings says what is wrong with it
     return isinstance(number, int) and number > 1
 
 

@@ -233,14 +233,14 @@ def _open_store(world: World, timeout: timedelta) -> Store:
         raise DeviceError(f"RANK={world.rank} is set without {' and '.join(missing)}. {start}")
     if not os.environ["MASTER_PORT"].isdecimal():
         raise DeviceError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a number. {start}")
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_local = world.num_ranks == world.local_num_ranks and address in ("localhost", "127.0.0.1")
-    if not (is_local and _rank_0_holds_store() and port.isdecimal() and port != "0"):
+    if not (is_local and _rank_0_holds_store() and port != 0):
         return cast(Store, next(rendezvous("env://", timeout=timeout))[0])
     descriptor = None
     if world.rank == 0:
-        descriptor = socket.create_server(("127.0.0.1", int(port))).detach()
-    return TCPStore("127.0.0.1", int(port), world.num_ranks, world.rank == 0, timeout, master_listen_fd=descriptor)
+        descriptor = socket.create_server(("127.0.0.1", port)).detach()
+    return TCPStore("127.0.0.1", port, world.num_ranks, world.rank == 0, timeout, master_listen_fd=descriptor)
 
 
 def _let_segments_grow() -> None:
