@@ -1,4 +1,4 @@
-"""Codes that ranks read from one another's memory (`model/peer_codes.py`): runs are the same to the bit.
+"""Frozen weights that ranks read from one another's memory (`model/share.py`): runs are the same to the bit.
 
 On GPUs that memory is CUDA's (tests/gpu/test_gpu_peer_codes.py). Here files that all ranks map stand for it.
 """
@@ -16,23 +16,25 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.common.errors import ProofError
-from qlora_fsdp.model import peer_codes
-from qlora_fsdp.model.peer_codes import PeerCodes
+from qlora_fsdp.model import share
+from qlora_fsdp.model.share import Shared
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_state import LOG_FILE
+from qlora_fsdp.runtime.peers import PeerTable
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.peers import BothWays, assert_same, make_layers, mapped_files, train_both_ways
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here
 
 pytestmark = pytest.mark.distributed
-# By case: settings, and the sets of buffers that there are then.
-KINDS: dict[str, tuple[list[str], int]] = {
-    "FULL_SHARD": ([], 2),
-    "SHARD_GRAD_OP": (["fsdp.sharding_strategy=SHARD_GRAD_OP"], 4),
-    "recomputed": (["memory=recompute"], 2),
-    "two layers ahead": (["fsdp.forward_prefetch=2"], 3),
-    "int8": (["quant=int8"], 2),
+# By case: settings, the sets of buffers that there are then, and the parameters of the embeddings.
+KINDS: dict[str, tuple[list[str], int, int]] = {
+    "FULL_SHARD": ([], 2, 1),
+    "SHARD_GRAD_OP": (["fsdp.sharding_strategy=SHARD_GRAD_OP"], 4, 1),
+    "recomputed": (["memory=recompute"], 2, 1),
+    "two layers ahead": (["fsdp.forward_prefetch=2"], 3, 1),
+    "int8": (["quant=int8"], 2, 1),
+    "int8 embeddings": (["quant.embeddings=int8", "fsdp.reshard_after_forward=false"], 4, 2),
 }
 
 
@@ -45,7 +47,7 @@ def argv(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 @pytest.fixture(scope="module")
 def runs(argv, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[dict[str, BothWays]]]:
-    cases = {kind: argv(*more) for kind, (more, _) in KINDS.items()}
+    cases = {kind: argv(*more) for kind, (more, *_) in KINDS.items()}
     return once(lambda: run_ranks(2, train_both_ways, cases, tmp_path_factory.mktemp("memory")))
 
 
@@ -54,27 +56,38 @@ def test_a_run_is_the_same_to_the_bit(runs, kind: str):
     for found in runs():
         assert_same(found[kind], num_steps=3)
         assert found[kind].num_codes == 4 * 7
-        assert found[kind].num_buffers == KINDS[kind][1] * 7
+        assert (found[kind].num_buffers, found[kind].num_tables) == (KINDS[kind][1] * 7, KINDS[kind][2])
+        assert found[kind].holds_head == (kind == "SHARD_GRAD_OP")  # layers stay gathered, and the head is not in int8
 
 
 def test_three_ranks_read_what_splits_into_equal_parts(argv, tmp_path: Path):
-    """Hidden states of 64 do not: FSDP gathers those weights. The MLP's 192 do: gate and up."""
+    """Hidden states of 64 do not: those weights are gathered. The MLP's 192 do, gate and up, and 264 tokens."""
     for found in run_ranks(3, train_both_ways, {"three": argv("training.global_batch_size=3")}, tmp_path):
         assert_same(found["three"], num_steps=3)
-        assert found["three"].num_codes == 4 * 2
+        assert (found["three"].num_codes, found["three"].num_tables) == (4 * 2, 1)
 
 
-def change_a_byte(argv: list[str], folder: Path) -> str:
-    """How a run ends in which a byte changes on its way from another rank."""
-    connect = PeerCodes.connect
+def change_a_byte(argv: list[str], folder: Path, what: str) -> str:
+    """How a run ends in which a byte of codes, embeddings or head changes on its way from another rank."""
+    connect = Shared.connect
 
-    def connect_and_flip(peers: PeerCodes) -> None:
-        connect(peers)
-        codes = peers.codes[9]
-        destination, source = codes.copies[-1]
-        codes.copies[-1] = destination, source ^ 1
+    def flip(part: Tensor) -> Tensor:
+        flipped = part.clone()
+        flipped.view(torch.uint8).flatten()[-1] ^= 1
+        return flipped
 
-    with mapped_files(folder), patch.object(PeerCodes, "connect", connect_and_flip):
+    def connect_and_flip(shared: Shared) -> None:
+        tables = {"embeddings": shared.ends.embeddings, "lm_head": shared.ends.head}
+        if what in tables:
+            parts = tables[what]["weight"].parts
+            tables[what]["weight"] = PeerTable([flip(part) for part in parts])
+        connect(shared)
+        if what == "codes":
+            codes = shared.codes.codes[9]
+            destination, source = codes.copies[-1]
+            codes.copies[-1] = destination, flip(source)
+
+    with mapped_files(folder), patch.object(Shared, "connect", connect_and_flip):
         try:
             train_here(argv)
         except ProofError as error:
@@ -82,9 +95,18 @@ def change_a_byte(argv: list[str], folder: Path) -> str:
     return "no complaint"
 
 
-def test_a_byte_that_changes_on_the_way_is_found(argv, tmp_path: Path):
-    for complaint in run_ranks(2, change_a_byte, argv(), tmp_path):
-        assert ".codes: " in complaint and "bytes differ" in complaint and "NCCL_P2P_DISABLE=1" in complaint
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("codes", ".codes: 1 bytes differ"),
+        ("embeddings", "embed_tokens.weight: 2 b"),
+        ("lm_head", "lm_head.weight: 2 b"),
+    ],
+)
+def test_a_byte_that_changes_on_the_way_is_found(argv, tmp_path: Path, what: str, name: str):
+    own = argv("fsdp.reshard_after_forward=" + ("true" if what == "codes" else "false"))
+    for complaint in run_ranks(2, change_a_byte, own, tmp_path, what):
+        assert name in complaint and "NCCL_P2P_DISABLE=1" in complaint
 
 
 def gather_two(model: TaskModel, processes: Processes) -> str:
@@ -116,7 +138,7 @@ def train_where_rank_1_fails(argv: list[str], folder: Path) -> list[float]:
             raise RuntimeError("no memory that others can read\nand more lines")
         return [torch.empty(num_bytes, dtype=torch.uint8)] * dist.get_world_size(group)
 
-    with mapped_files(folder), patch.object(peer_codes, "share_memory", fail):
+    with mapped_files(folder), patch.object(share, "share_memory", fail):
         return train_here([*argv, f"run.folder={folder}/run"]).losses
 
 

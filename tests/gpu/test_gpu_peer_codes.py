@@ -1,4 +1,4 @@
-"""Codes that GPUs read from one another's memory: runs are the same to the bit as those that gather through NCCL."""
+"""Frozen weights that GPUs read from one another's memory: runs are the same to the bit as those that gather them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ CASES: dict[str, list[str]] = {
     "two layers ahead": ["fsdp.reshard_after_forward=true", "fsdp.forward_prefetch=2", "fsdp.backward_prefetch=2"],
     "recomputed": ["fsdp.reshard_after_forward=true", "memory=recompute"],
     "int8": ["fsdp.reshard_after_forward=true", "quant=int8"],
+    "int8 embeddings": ["fsdp.reshard_after_forward=true", "quant.embeddings=int8"],
     "experts": ["fsdp.reshard_after_forward=true"],
 }
 
@@ -50,5 +51,7 @@ def test_a_run_is_the_same_to_the_bit(runs: Callable[[], list[dict[str, BothWays
     for found in runs():
         assert_same(found[case], NUM_STEPS)
         assert found[case].num_codes > 0
+        assert found[case].num_tables == (2 if case == "int8 embeddings" else 1)
+        assert found[case].holds_head == (case == "kept")
         has_own_buffers = case in ("kept", "experts")  # this model of experts has two layers, as many as there are sets
         assert (found[case].num_codes == found[case].num_buffers) == has_own_buffers

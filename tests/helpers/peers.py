@@ -13,20 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.model import peer_codes
-from qlora_fsdp.model.peer_codes import PeerCodes
+from qlora_fsdp.model import share
+from qlora_fsdp.model.share import Shared
 from qlora_fsdp.runtime import hardware
 from tests.helpers.checkpoints import SHAPE
 from tests.helpers.runs import Trained, gathered_adapter, train_here
 
 
 class BothWays(NamedTuple):
-    """A run as FSDP gathers codes, the same with codes that are read, how many these are, and how many buffers."""
+    """A run that gathers all weights, and the same that reads frozen ones from other ranks.
+
+    Attributes:
+        num_codes: tensors of codes that are read.
+        num_buffers: buffers that they are read into.
+        num_tables: parameters of the embeddings whose rows are read.
+        holds_head: whether each rank has the whole head.
+    """
 
     gathered: Trained
     read: Trained
     num_codes: int
     num_buffers: int
+    num_tables: int
+    holds_head: bool
 
 
 def make_layers(folder: Path, num_layers: int) -> Path:
@@ -41,15 +50,15 @@ def make_layers(folder: Path, num_layers: int) -> Path:
 def mapped_files(folder: Path) -> Iterator[None]:
     """A context in which files that all ranks map stand for the memory of GPUs."""
 
-    def share(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    def map_file(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
         files = [folder / f"memory-{rank}" for rank in range(dist.get_world_size(group))]
         files[dist.get_rank(group)].write_bytes(bytes(num_bytes))
         dist.barrier(group)
         return [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
 
     with (
-        patch.object(peer_codes, "share_memory", share),
-        patch.object(peer_codes, "can_read_peers", lambda processes: True),
+        patch.object(share, "share_memory", map_file),
+        patch.object(share, "can_read_peers", lambda processes: True),
         patch.object(hardware, "can_read_peers", lambda processes: True),
     ):
         yield
@@ -59,23 +68,25 @@ def train_both_ways(cases: Mapping[str, Sequence[str]], folder: Path | None = No
     """Train each case on this rank of a world, both ways; with a folder, files there stand for the memory of GPUs."""
     found = {}
     for case, argv in cases.items():
-        with patch.object(peer_codes, "can_read_peers", lambda processes: False):
+        with patch.object(share, "can_read_peers", lambda processes: False):
             gathered = train_here(argv, gathered_adapter)
-        made: list[PeerCodes] = []
+        made: list[Shared] = []
 
-        def keep(*args: Any, made: list[PeerCodes] = made) -> PeerCodes:
-            made.append(PeerCodes(*args))
+        def keep(*args: Any, made: list[Shared] = made) -> Shared:
+            made.append(Shared(*args))
             return made[0]
 
         own = None if folder is None else folder / case.replace(" ", "-")
         if own is not None:
             own.mkdir(exist_ok=True)
-        with patch.object(peer_codes, "PeerCodes", keep), nullcontext() if own is None else mapped_files(own):
+        with patch.object(share, "Shared", keep), nullcontext() if own is None else mapped_files(own):
             read = train_here(argv, gathered_adapter)
-        (peers,) = made
-        buffers = {id(codes.buffer): codes.buffer for codes in peers.codes}
+        (shared,) = made
+        codes, ends = shared.codes.codes, shared.ends
+        buffers = {id(tensor.buffer): tensor.buffer for tensor in codes}
         num_filled = sum(buffer.holder is not None for buffer in buffers.values())
-        found[case] = BothWays(gathered, read, len(peers.codes), num_filled)
+        holds_head = ends.whole_head is not None
+        found[case] = BothWays(gathered, read, len(codes), num_filled, len(ends.embeddings), holds_head)
     return found
 
 

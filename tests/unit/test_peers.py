@@ -1,4 +1,4 @@
-"""Whether GPUs of a host can read one another's memory, by what torch and the environment say."""
+"""Memory that GPUs of a host read from one another: whether they can, and rows of tables that are read there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qlora_fsdp.runtime.peers import can_read_peers
+from qlora_fsdp.runtime.peers import PeerTable, can_read_peers
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, links: set[tuple[int, int]], seen: int = 3, others: bool = True) -> bool:
@@ -39,3 +39,12 @@ def test_the_variable_that_keeps_nccl_from_reading_keeps_us_too(monkeypatch, val
 def test_a_cpu_reads_nothing():
     processes: Any = SimpleNamespace(device=torch.device("cpu"), local_num_ranks=2, gather=lambda can: [can, can])
     assert not can_read_peers(processes)
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (12,)])
+def test_rows_of_a_table_are_those_of_all_ranks_together(shape: tuple[int, ...]):
+    whole = torch.randint(0, 2**16, shape).to(torch.uint16).view(torch.bfloat16)  # NaN among them, as codes may be
+    table, index = PeerTable(whole.split(4)), torch.tensor([11, 0, 3, 4, 4, 7, 8])
+    assert torch.equal(table.look_up(index).view(torch.int16), whole[index].view(torch.int16))
+    assert torch.equal(table.slice(2, 9).view(torch.int16), whole[2:9].view(torch.int16))
+    assert torch.equal(table.whole().view(torch.int16), whole.view(torch.int16))

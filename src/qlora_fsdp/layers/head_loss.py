@@ -63,7 +63,10 @@ class HeadLoss:
     Attributes:
         is_frozen_linear: whether the head is a plain or int8 linear layer that is not trained, maybe with rows of new
             tokens beside it. Its weight is then gathered here, into one buffer, and backward does not need it.
+        whole_weight: the weight of a plain linear layer, if it need not be gathered (model/peer_ends.py).
     """
+
+    whole_weight: Tensor | None = None
 
     def __init__(self, head: nn.Module, transform: LogitTransform, kernel: LossKernel) -> None:
         self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
@@ -91,7 +94,9 @@ class HeadLoss:
     def _losses(self, hidden: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
         """The loss of each token, [B * L], or of Liger's kernel the sum of all."""
         if self.is_frozen_linear:
-            weight = _gather_weight(self.head, hidden.device)
+            weight = self.whole_weight
+            if weight is None:
+                weight = _gather_weight(self.head, hidden.device)
             bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
             if self.new_rows is None and self.kernel == "liger":
                 assert reduction == "sum"

@@ -29,14 +29,13 @@ class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override] 
 
     def forward(self, input: Tensor) -> Tensor:
         """ids_BL, int64 -> x_BLD in the compute dtype."""
-        return self.look_up(input, self.codes, self.scales)
+        index = input.flatten()
+        return self.dequantize_rows(self.codes[index], self.scales[index]).view(*input.shape, self.embedding_dim)
 
-    def look_up(self, ids: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """Like `forward`, with codes and scales that the caller has gathered."""
-        index = ids.flatten()
-        rows = {"codes": codes.view(torch.uint8)[index], "scales": scales[index]}  # bytes, so that no value changes
-        found = self.format.dequantize(rows, len(index), self.embedding_dim, self.compute_dtype)
-        return found.view(*ids.shape, self.embedding_dim)
+    def dequantize_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows [N, embedding_dim] in the compute dtype, of their codes and scales."""
+        rows = {"codes": codes, "scales": scales}
+        return self.format.dequantize(rows, len(scales), self.embedding_dim, self.compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.format.quant_type}"

@@ -33,6 +33,7 @@ class ModelBytes:
         shard: a rank's part of all tensors, by kind.
         gathered_layer: its bytes that FSDP gathers; 0 if FSDP takes no part.
         code_buffers: buffers of whole codes, which are never freed (model/peer_codes.py).
+        held_head: bytes of a whole head that every rank has all the time (model/peer_ends.py).
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory.
@@ -52,6 +53,7 @@ class ModelBytes:
         gathered = [layer.total - sum(read) for layer, read in zip(of_kinds, codes, strict=True)]
         self.gathered_layer = max(gathered[kind] for kind in self.parts.layers) if work.uses_fsdp else 0
         self.code_buffers = self._code_buffers([codes[kind] for kind in self.parts.layers])
+        self.held_head = self.whole_ends["head"].total if work.reads_end("head") else 0
         self.all_trained = sum_bytes(self.tensors).adapters
         self.optimizer = optimizer_bytes(self.tensors, config.optim.name, shards)
         self.is_offloaded = config.fsdp.cpu_offload
@@ -73,7 +75,7 @@ class ModelBytes:
             "full_precision": shard.full_precision,
             "embeddings": shard.embeddings,
             "adapters": shard.adapters,
-            "gathered": self.code_buffers,
+            "gathered": self.code_buffers + self.held_head,
         }
         if with_training:
             # With several micro-batches per step, gradients are whole on every rank until the last one reduces them.
@@ -147,7 +149,13 @@ class ModelBytes:
         return self.flat(self.gathered_layer) if self.is_offloaded else 0
 
     def gathered_end(self, name: str) -> int:
-        """Embeddings or head while forward uses them, beyond `kept`. A frozen end is gathered into a single buffer."""
+        """Embeddings or head while forward uses them, beyond `kept`. A frozen end is gathered into a single buffer.
+
+        Of embeddings that are read, the rows of two ranks exist beside those that have been found.
+        """
+        if self.work.reads_end(name):
+            row_bytes = sum(tensor.row_bytes for tensor in self.ends[name])
+            return 2 * self.work.num_tokens * row_bytes if name == "embeddings" else 0
         if not self.is_gathered_by_model(name):
             return self.flat(self.unit(name)) + (0 if self.stays(name) else self.unit(name))
         if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:

@@ -10,6 +10,7 @@ flat buffer lives depends on where the shards are:
   has been gathered. A single shard needs no flat buffer: it is copied to the GPU.
 - Codes of layers that are read from the other GPUs (model/peer_codes.py) have buffers, which count as resident.
 - Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
+  Where GPUs can read them from the others (model/peer_ends.py), embeddings are not gathered, and a head is resident.
 - Without FSDP nothing is gathered, and gradients stay where backward makes them.
 """
 

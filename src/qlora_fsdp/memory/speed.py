@@ -114,7 +114,8 @@ def _compute_seconds(operations: Operations, gpu: Gpu) -> float:
 
 def _ends_seconds(work: Workload, gpu: Gpu) -> float:
     """Seconds of embeddings and head. Nothing overlaps their transfers; the head's gradient is made with the loss."""
-    tables = sum_bytes(tensor for tensors in work.parts.ends.values() for tensor in tensors).embeddings
+    gathered = [tensors for name, tensors in work.parts.ends.items() if not work.reads_end(name)]
+    tables = sum_bytes(tensor for tensors in gathered for tensor in tensors).embeddings
     once = _compute_seconds(work.ends.operations, gpu) + _transfer_seconds(work, tables, gpu)
     return once * (1 + work.config.num_extra_forwards / 2)  # without a gradient it is half of the products
 

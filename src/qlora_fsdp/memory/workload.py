@@ -9,7 +9,7 @@ from functools import cached_property
 
 from typing_extensions import Unpack
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, EmbeddingStorage
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, Tensor, TracedModel
 
@@ -111,6 +111,14 @@ class Workload:
         """Bytes of each whole tensor of codes that is read so, the largest first: those that split into equal parts."""
         read = [t for t in tensors if self.reads_peers and t.part == "codes" and t.num_rows % self.num_shards == 0]
         return sorted((tensor.num_rows * tensor.row_bytes for tensor in read), reverse=True)
+
+    def reads_end(self, name: str) -> bool:
+        """Whether `embeddings` or `head` are read from the other GPUs (`model/peer_ends.py: ends_to_read`)."""
+        if not self.reads_peers or name not in self.parts.gathered_by_model:
+            return False
+        if name == "head" and (self.reshards or self.config.quant.embeddings is EmbeddingStorage.int8):
+            return False
+        return all(tensor.num_rows % self.num_shards == 0 for tensor in self.parts.ends[name])
 
     @property
     def reshards(self) -> bool:

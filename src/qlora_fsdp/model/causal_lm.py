@@ -83,7 +83,7 @@ class CausalLM(TaskModel):
             inputs["position_ids"] = batch.position_ids + self.first_position
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         if embeddings in self.gathered_by_model:
-            inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
+            inputs["inputs_embeds"] = self._look_up(batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
         router_loss = self.router_loss if self.training else None
@@ -103,9 +103,12 @@ class CausalLM(TaskModel):
         """Rows of new tokens may, because a batch may have none of these tokens."""
         return ".trainable_tokens_delta." in name
 
-
-def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
-    """Embeddings x_BLD of ids_BL, from the whole table, which is gathered for this call alone."""
-    if isinstance(embeddings, QuantizedEmbedding):
-        return embeddings.look_up(ids, *(gather_whole(part, ids.device) for part in embeddings.parts()))
-    return F.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Embeddings x_BLD of ids_BL. The whole table is gathered for this call, unless its rows can be read."""
+        embeddings, index = self.base.get_input_embeddings(), ids.flatten()
+        if self.embedding_tables:
+            rows = [table.look_up(index) for table in self.embedding_tables]
+        else:
+            rows = [gather_whole(part, ids.device)[index] for part in embeddings.parameters(recurse=False)]
+        found = embeddings.dequantize_rows(*rows) if isinstance(embeddings, QuantizedEmbedding) else rows[0]
+        return found.view(*ids.shape, -1)

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.peer_codes import share_codes
 from qlora_fsdp.model.prove import Proof, prove_shards
 from qlora_fsdp.model.shard import place_model, shard_model
+from qlora_fsdp.model.share import share_frozen
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.fill import fill
 
@@ -66,7 +66,7 @@ def materialize(
             initial values or with those of a saved adapter.
         shards: True: use FSDP as the settings say. False: every rank has the whole model on its device.
         reshard_after_forward: free layers after their forward, and gather them again for backward.
-        reads_peers: read codes from the memory of other GPUs, where that can be done.
+        reads_peers: read frozen weights from the memory of other GPUs, where that can be done.
         shows_progress: show a progress bar on rank 0 if there is a terminal.
         before_proof: called between loading and the proof, so that memory can be measured for each apart.
 
@@ -78,9 +78,9 @@ def materialize(
     started = time.perf_counter()
     peers = None
     if units and reads_peers:
-        peers = share_codes(model.layers, config.fsdp, processes, reshard_after_forward)
+        peers = share_frozen(model, config.fsdp, processes, reshard_after_forward)
     shard_device = torch.device("cpu") if shards and config.fsdp.cpu_offload else device
-    place_model(model, shard_device, device, {} if peers is None else peers.shards())
+    place_model(model, shard_device, device, {} if peers is None else peers.shards)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // num_shards
     is_shown = shows_progress and processes.is_main and sys.stderr.isatty()
@@ -94,6 +94,7 @@ def materialize(
         peers.connect()
     load_seconds = time.perf_counter() - started
     before_proof()
-    proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
+    read = () if peers is None else peers.ends.readers()
+    proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)), read)
     proof_seconds = time.perf_counter() - started - load_seconds
     return LoadReport(units, total, load_seconds, proof, proof_seconds)

@@ -3,13 +3,15 @@
 A wrong byte in a quantized weight raises no error: training runs on a slightly wrong model, and its loss still falls.
 The proof therefore can't be turned off. Each quantized weight is gathered twice, by FSDP as forward will gather it, and
 directly as bytes, and the two are compared. The direct gather goes piece by piece, so the proof needs no more memory
-than a step. It passes over the weights once. If FSDP is not used (see shard.py), there is nothing to prove.
+than a step. It passes over the weights once. Embeddings and a head that are read from other GPUs' memory are compared
+with gathered ones too. If FSDP is not used (see shard.py), there is nothing to prove.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.common.errors import ProofError
 from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.model.peer_ends import ReadRows
 from qlora_fsdp.model.shard import modules_of_unit
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
@@ -33,7 +36,13 @@ class Proof:
 
 
 @torch.no_grad()
-def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Processes, num_ranks_launched: int) -> Proof:
+def prove_shards(
+    model: nn.Module,
+    units: Sequence[FSDPModule],
+    processes: Processes,
+    num_ranks_launched: int,
+    read: Iterable[tuple[Tensor, ReadRows]] = (),
+) -> Proof:
     """Check the sharded, loaded model. Collective.
 
     Args:
@@ -41,6 +50,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
         units: the FSDP units, as `shard_model` returned them; without any there is nothing to compare.
         processes: all ranks take part.
         num_ranks_launched: WORLD_SIZE as the launcher set it.
+        read: parameters that are read from other ranks, with what reads their rows (`PeerEnds.readers`).
 
     Raises:
         ProofError: another number of ranks takes part than was launched, a quantized parameter is not sharded or has
@@ -62,10 +72,14 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
         unit.unshard()
         for (layer, part_name), part in sharded.items():
             gathered = getattr(layer, part_name)
-            counters.append((names[id(part)], _count_differences(gathered, part, processes.device)))
+            counters.append((names[id(part)], _count_differences(partial(_slice, gathered), part, processes.device)))
             num_tensors += 1
             num_bytes += gathered.nbytes
         unit.reshard()
+    for part, read_rows in read:
+        counters.append((names[id(part)], _count_differences(read_rows, part, processes.device)))
+        num_tensors += 1
+        num_bytes += part.nbytes
     counts = torch.stack([count for _, count in counters]).tolist() if counters else []
     problems += [f"{name}: {int(n):,} bytes differ" for (name, _), n in zip(counters, counts, strict=True) if n]
     everyone = [
@@ -99,10 +113,14 @@ def _layout_problems(name: str, part: Tensor) -> list[str]:
     return []
 
 
-def _count_differences(gathered: Tensor, part: Tensor, device: torch.device) -> Tensor:
-    """Number of bytes in which the gathered tensor differs from the ranks' shards: int64 scalar on the device."""
+def _slice(rows: Tensor, first: int, last: int) -> Tensor:
+    return rows[first:last]
+
+
+def _count_differences(read: ReadRows, part: Tensor, device: torch.device) -> Tensor:
+    """Number of bytes in which the rows that are read differ from the ranks' shards: int64 scalar on the device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for first, (rows,) in gather_pieces([local_tensor(part)], part.shape[0], shard_group(part), device):
-        found = gathered[first : first + len(rows)].contiguous().view(torch.uint8)
+        found = read(first, first + len(rows)).contiguous().view(torch.uint8)
         total += (found != rows.contiguous().view(torch.uint8)).sum()
     return total

@@ -15,6 +15,7 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.token_rows import plain_table
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.runtime.peers import PeerTable
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -26,6 +27,7 @@ class TaskModel(nn.Module):
             embeddings and head are FSDP units of their own. None if the model makes logits, or has none.
         gathered_by_model: those of these two units that the model gathers itself, where forward uses them
             (`gather_whole`).
+        embedding_tables: the embeddings' parameters, if their rows are read from other ranks (peer_ends.py).
         sums_gradients: the last value given to `shard.set_gradient_sync`.
         looks_ahead: whether `look_ahead` must be called before the losses of a step's or an evaluation's batches.
         figure_names: what the task tells besides the loss.
@@ -33,6 +35,7 @@ class TaskModel(nn.Module):
 
     transform: LogitTransform | None = None
     gathered_by_model: Sequence[nn.Module] = ()
+    embedding_tables: Sequence[PeerTable] = ()
     sums_gradients: bool | None = None
     looks_ahead = False
     figure_names: Sequence[str] = ()

@@ -1,14 +1,15 @@
 """Memory of other GPUs of the host, which this process can read.
 
 Each rank puts what others may read into memory of a kind that CUDA maps into other processes. torch calls it symmetric
-memory (torch.distributed._symmetric_memory, the CUDA backend). A copy from it is done by a copy engine: no kernel runs
-on either GPU, and the rank that owns the memory takes no part.
+memory (torch.distributed._symmetric_memory, the CUDA backend). The rank that owns the memory takes no part in a read.
+A copy of much is done by a copy engine, without a kernel on either GPU; a kernel can also read it like its own memory.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -52,6 +53,35 @@ def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device)
     handle = symmetric_memory.rendezvous(own, group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return [own if peer == rank else handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(size)]
+
+
+@dataclass(frozen=True)
+class PeerTable:
+    """A table of which each rank holds as many rows as the others, in memory that all can read.
+
+    Attributes:
+        parts: the rows of each rank, [V / ranks, ...].
+    """
+
+    parts: Sequence[Tensor]
+
+    def look_up(self, index_N: Tensor) -> Tensor:
+        """The rows [N, ...] of these numbers, int64. They are copied as they are, so they may be codes."""
+        num_rows = len(self.parts[0])
+        owner_N, place_N = index_N // num_rows, index_N % num_rows
+        found = self.parts[0][place_N]
+        for rank, part in enumerate(self.parts[1:], start=1):
+            is_there = (owner_N == rank).view(-1, *[1] * (part.ndim - 1))
+            found = torch.where(is_there, part[place_N], found)
+        return found
+
+    def slice(self, first: int, last: int) -> Tensor:
+        """Rows first to last - 1, looked up."""
+        return self.look_up(torch.arange(first, last, device=self.parts[0].device))
+
+    def whole(self) -> Tensor:
+        """All rows [V, ...], in new memory."""
+        return torch.cat(list(self.parts))
 
 
 @cache
