@@ -85,7 +85,7 @@ def train_both_ways(cases: Mapping[str, Sequence[str]], folder: Path | None = No
         codes, ends = shared.codes.codes, shared.ends
         buffers = {id(tensor.buffer): tensor.buffer for tensor in codes}
         num_filled = sum(buffer.holder is not None for buffer in buffers.values())
-        holds_head = ends.whole_head is not None
+        holds_head = ends.head is not None
         found[case] = BothWays(gathered, read, len(codes), num_filled, len(ends.embeddings), holds_head)
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qlora_fsdp.runtime.peers import PeerTable, can_read_peers
+from qlora_fsdp.runtime.peers import PeerTable, Place, can_read_peers, start_copies
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, links: set[tuple[int, int]], seen: int = 3, others: bool = True) -> bool:
@@ -47,4 +47,17 @@ def test_rows_of_a_table_are_those_of_all_ranks_together(shape: tuple[int, ...])
     table, index = PeerTable(whole.split(4)), torch.tensor([11, 0, 3, 4, 4, 7, 8])
     assert torch.equal(table.look_up(index).view(torch.int16), whole[index].view(torch.int16))
     assert torch.equal(table.slice(2, 9).view(torch.int16), whole[2:9].view(torch.int16))
-    assert torch.equal(table.whole().view(torch.int16), whole.view(torch.int16))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_copies_put_the_rows_of_all_ranks_together(rank: int, is_whole: bool):
+    expected = torch.arange(12, dtype=torch.uint8)
+    parts = list(expected.split(4))
+    whole = torch.zeros(12, dtype=torch.uint8)
+    if is_whole:  # its own rows are there
+        parts[rank] = whole[4 * rank : 4 * rank + 4].copy_(parts[rank])
+    copies = Place(parts, rank, whole if is_whole else None).copies_to(whole)
+    assert len(copies) == (2 if is_whole else 3)
+    start_copies(copies, torch.device("cpu"))
+    assert torch.equal(whole, expected)

@@ -32,8 +32,8 @@ class ModelBytes:
         tensors: all of these.
         shard: a rank's part of all tensors, by kind.
         gathered_layer: its bytes that FSDP gathers; 0 if FSDP takes no part.
-        code_buffers: buffers of whole codes, which are never freed (model/peer_codes.py).
-        held_head: bytes of a whole head that every rank has all the time (model/peer_ends.py).
+        code_buffers: bytes of whole codes, beyond the shard, which are never freed (model/peer_codes.py).
+        held_head: bytes of a whole head, beyond the shard, that every rank has all the time (model/peer_ends.py).
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory.
@@ -53,16 +53,25 @@ class ModelBytes:
         gathered = [layer.total - sum(read) for layer, read in zip(of_kinds, codes, strict=True)]
         self.gathered_layer = max(gathered[kind] for kind in self.parts.layers) if work.uses_fsdp else 0
         self.code_buffers = self._code_buffers([codes[kind] for kind in self.parts.layers])
-        self.held_head = self.whole_ends["head"].total if work.reads_end("head") else 0
+        self.held_head = self._beyond_shard(self.whole_ends["head"].total) if work.reads_end("head") else 0
         self.all_trained = sum_bytes(self.tensors).adapters
         self.optimizer = optimizer_bytes(self.tensors, config.optim.name, shards)
         self.is_offloaded = config.fsdp.cpu_offload
 
     def _code_buffers(self, layers: Sequence[Sequence[int]]) -> int:
-        """Bytes of all sets of buffers, given the bytes of each layer's codes. A set has room for all its layers."""
-        num_sets = min(self.work.config.fsdp.num_gathered, len(layers)) if self.work.reshards else len(layers)
+        """Bytes of all sets of buffers, given the bytes of each layer's codes. A set has room for all its layers.
+
+        Layers that stay gathered have no set: all of their codes lie around the shard.
+        """
+        if not self.work.reshards:
+            return self._beyond_shard(sum(map(sum, layers)))
+        num_sets = min(self.work.config.fsdp.num_gathered, len(layers))
         sets = [zip_longest(*layers[index::num_sets], fillvalue=0) for index in range(num_sets)]
         return sum(max(of_place) for of_set in sets for of_place in of_set)
+
+    def _beyond_shard(self, num_bytes: int) -> int:
+        """Bytes that other ranks hold, of tensors of which each rank holds equally many."""
+        return num_bytes - num_bytes // self.work.num_shards
 
     # What a rank holds all the time.
 

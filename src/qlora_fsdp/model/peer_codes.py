@@ -14,7 +14,8 @@ Whole codes lie in buffers that stay where they are:
 
 - If layers are freed after their forward, there are as many sets of buffers as layers can be gathered at a time. Layer
   i uses set i modulo their number. Each gather fills a set anew.
-- If layers stay gathered, each has a set of its own, which is filled once for the whole run.
+- If layers stay gathered, each has a set of its own, which is filled once for the whole run. The rank's own rows are
+  loaded to their place in it, and are nowhere else.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.runtime.peers import start_copies, wait_for
+from qlora_fsdp.runtime.peers import Place, start_copies, wait_for
 
 TOKEN_BYTES = 16  # FSDP asks for something to gather of each tensor
 
@@ -77,36 +78,28 @@ class PeerCodes:
     Args:
         found: of each transformer layer, in the order in which they run, what has codes to be read, on meta; those of
             most bytes first.
-        parts: the rows of their codes that each rank holds, uint8, by the id of the codes on meta.
-        rank: this rank's place among them.
-        num_sets: sets of buffers; as many as there are layers if layers stay gathered.
+        places: where their codes lie, by the id of the codes on meta.
+        num_sets: sets of buffers. None: layers stay gathered, and the places have room for whole codes.
         device: where the layers compute.
     """
 
     def __init__(
         self,
         found: Sequence[Sequence[QuantizedLayer]],
-        parts: Mapping[int, Sequence[Tensor]],
-        rank: int,
-        num_sets: int,
+        places: Mapping[int, Place],
+        num_sets: int | None,
         device: torch.device,
     ) -> None:
-        self.device, self.stays = device, num_sets >= len(found)
+        self.device, self.stays = device, num_sets is None
         self.token = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device=device)
-        num_sets, sets = min(num_sets, len(found)), []
-        for index in range(num_sets):  # each has room for any of its layers
-            sizes = [[module.codes.nbytes for module in modules] for modules in found[index::num_sets]]
-            largest = map(max, zip_longest(*sizes, fillvalue=0))
-            sets.append([Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for size in largest])
+        sets = [] if num_sets is None else _make_sets(found, num_sets, device)
         self.codes = []
         for index, modules in enumerate(found):
-            for module, buffer in zip(modules, sets[index % num_sets], strict=False):
-                held = parts[id(module.codes)]
+            for number, module in enumerate(modules):
+                place = places[id(module.codes)]
+                buffer = Buffer(place.whole) if place.whole is not None else sets[index % len(sets)][number]
                 # What was saved for backward need not be told that its memory is written to: it gets the same values.
-                rows = buffer.bytes.data.split(held[rank].nbytes)
-                # Each rank begins with its own rows and then reads another peer than the others do.
-                order = (*range(rank, len(held)), *range(rank))
-                copies = [(rows[peer], held[peer]) for peer in order]
+                copies = place.copies_to(buffer.bytes.data)
                 self.codes.append(Codes(module, module.codes.shape, buffer, copies))
 
     def connect(self) -> None:
@@ -140,3 +133,13 @@ class PeerCodes:
             raise RuntimeError("Two layers are gathered at a time whose codes have the same place.")
         codes.buffer.holder = codes.layer
         return start_copies(codes.copies, self.device)
+
+
+def _make_sets(found: Sequence[Sequence[QuantizedLayer]], number: int, device: torch.device) -> list[list[Buffer]]:
+    """Sets of buffers, each with room for any of the layers that use it."""
+    sets = []
+    for index in range(min(number, len(found))):
+        sizes = [[module.codes.nbytes for module in modules] for modules in found[index::number]]
+        largest = map(max, zip_longest(*sizes, fillvalue=0))
+        sets.append([Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for size in largest])
+    return sets

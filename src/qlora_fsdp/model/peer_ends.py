@@ -5,22 +5,24 @@ reads these rows where they are, and the table is not gathered. The kernel that 
 CUDA maps the other GPUs' memory into its own.
 
 The loss needs the whole head, in every micro-batch. If layers stay gathered, there is memory to spare: the head is read
-once for the run, and stays too. If not, the model gathers it for each use (layers/head_loss.py).
+once for the run, and stays too; the rank's own rows have been loaded to their place in it. If layers are freed, the
+model gathers the head for each use (layers/head_loss.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.head_loss import HeadLoss
 from qlora_fsdp.model.shard import embedding_and_head_units
 from qlora_fsdp.model.task_model import TaskModel
-from qlora_fsdp.runtime.peers import PeerTable
+from qlora_fsdp.runtime.peers import PeerTable, Place, start_copies, wait_for
 
 ReadRows = Callable[[int, int], Tensor]
 
@@ -44,40 +46,44 @@ class PeerEnds:
 
     Args:
         model: its embeddings and head are on meta.
-        parts: the rows of their parameters that each rank holds, uint8, by the id of the parameter on meta.
+        places: where their parameters lie, by the id of the parameter on meta; with room for a whole head.
+        device: where they are used.
+
+    Attributes:
+        embeddings: the embeddings' parameters by name; none if they are gathered.
+        head: the whole weight of the head, which is complete from `connect` on; None if it is gathered.
     """
 
-    def __init__(self, model: TaskModel, parts: Mapping[int, Sequence[Tensor]]) -> None:
-        self.model = model
-        self.embeddings = _tables(model.embeddings, parts)
-        self.head = {} if model.head is None else _tables(model.head, parts)
-        self.whole_head: Tensor | None = None
+    def __init__(self, model: TaskModel, places: Mapping[int, Place], device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.head: Tensor | None = None
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.embeddings = {
+            name: PeerTable([part.view(param.dtype).view(-1, *param.shape[1:]) for part in places[id(param)].parts])
+            for name, param in model.embeddings.named_parameters(recurse=False)
+            if id(param) in places
+        }
+        for name, param in [] if model.head is None else model.head.named_parameters(recurse=False):
+            place = places.get(id(param))
+            if name == "weight" and place is not None and place.whole is not None:
+                self.head = place.whole.view(param.dtype).view(param.shape)
+                self._copies = place.copies_to(place.whole)
 
     def connect(self) -> None:
         """Have the model read them from now on. To be called when all ranks have loaded theirs."""
         self.model.embedding_tables = list(self.embeddings.values())
-        if "weight" in self.head:
-            loss = cast(HeadLoss, self.model.base.get_output_embeddings().forward)
-            loss.whole_weight = self.whole_head = self.head["weight"].whole()
+        if self.head is not None:
+            wait_for(start_copies(self._copies, self.device), self.device)
+            cast(HeadLoss, self.model.base.get_output_embeddings().forward).whole_weight = self.head
 
     def readers(self) -> Iterator[tuple[Tensor, ReadRows]]:
         """For the proof: each parameter that is read, and what reads its rows [first, last) as the model does."""
         for name, table in self.embeddings.items():
             yield self.model.embeddings.get_parameter(name), table.slice
-        if self.whole_head is not None:
-            yield cast(nn.Module, self.model.head).get_parameter("weight"), self._slice_of_head
-
-    def _slice_of_head(self, first: int, last: int) -> Tensor:
-        assert self.whole_head is not None
-        return self.whole_head[first:last]
+        if self.head is not None:
+            yield cast(nn.Module, self.model.head).get_parameter("weight"), partial(slice_rows, self.head)
 
 
-def _tables(module: nn.Module, parts: Mapping[int, Sequence[Tensor]]) -> dict[str, PeerTable]:
-    """The tables of those of a module's own parameters that are read, by name."""
-    tables = {}
-    for name, param in module.named_parameters(recurse=False):
-        if id(param) in parts:
-            assert isinstance(param, DTensor)
-            shape = param.to_local().shape
-            tables[name] = PeerTable([part.view(param.dtype).view(shape) for part in parts[id(param)]])
-    return tables
+def slice_rows(rows: Tensor, first: int, last: int) -> Tensor:
+    """Rows first to last - 1 of a tensor."""
+    return rows[first:last]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.common.errors import ProofError
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.model.peer_ends import ReadRows
+from qlora_fsdp.model.peer_ends import ReadRows, slice_rows
 from qlora_fsdp.model.shard import modules_of_unit
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
@@ -72,7 +72,9 @@ def prove_shards(
         unit.unshard()
         for (layer, part_name), part in sharded.items():
             gathered = getattr(layer, part_name)
-            counters.append((names[id(part)], _count_differences(partial(_slice, gathered), part, processes.device)))
+            counters.append(
+                (names[id(part)], _count_differences(partial(slice_rows, gathered), part, processes.device))
+            )
             num_tensors += 1
             num_bytes += gathered.nbytes
         unit.reshard()
@@ -111,10 +113,6 @@ def _layout_problems(name: str, part: Tensor) -> list[str]:
     if local_tensor(part).shape[0] != last - first:
         return [f"{name}: {local_tensor(part).shape[0]} rows here, {last - first} planned"]
     return []
-
-
-def _slice(rows: Tensor, first: int, last: int) -> Tensor:
-    return rows[first:last]
 
 
 def _count_differences(read: ReadRows, part: Tensor, device: torch.device) -> Tensor:

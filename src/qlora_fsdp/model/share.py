@@ -6,6 +6,8 @@ depends on what they are:
 - codes of transformer layers, whole, a layer ahead (peer_codes.py);
 - embeddings, the rows that a batch looks up; and the head, whole, if layers stay gathered (peer_ends.py).
 
+If layers stay gathered, each rank puts whole weights together where its own rows lie, so that no row is there twice.
+
 Only weights whose rows split into equal parts are read so. The others are gathered, as everything is where GPUs can't
 read one another's memory.
 """
@@ -13,12 +15,13 @@ read one another's memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack
 
 from qlora_fsdp.common.sizes import round_up
 from qlora_fsdp.common.text import first_line, show_bytes
@@ -28,7 +31,7 @@ from qlora_fsdp.model.peer_codes import PeerCodes
 from qlora_fsdp.model.peer_ends import PeerEnds, ends_to_read
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import is_shortage
-from qlora_fsdp.runtime.peers import can_read_peers, share_memory
+from qlora_fsdp.runtime.peers import Place, can_read_peers, share_memory
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import shard_group
 
@@ -74,15 +77,16 @@ def share_frozen(
     """
     if not config.may_read_peers(processes.num_ranks, processes.local_num_ranks) or not can_read_peers(processes):
         return None
+    stay_gathered = not reshard_after_forward
     layers = [_with_codes(layer) for layer in model.layers]
-    ends = ends_to_read(model, stay_gathered=not reshard_after_forward)
-    params = [module.codes for modules in layers for module in modules]
-    params += [param for module in ends for param in module.parameters(recurse=False) if _is_even(param)]
-    group = next((shard_group(param) for param in params), None)
+    wanted = [(module.codes, stay_gathered) for modules in layers for module in modules]
+    for end in ends_to_read(model, stay_gathered):
+        wanted += [(param, end is model.head) for param in end.parameters(recurse=False) if _is_even(param)]
+    group = next((shard_group(param) for param, _ in wanted), None)
     if group is None:
         return None
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    num_bytes = sum(_room(param, num_ranks) for param in params)
+    num_ranks = dist.get_world_size(group)
+    num_bytes = sum(_room(param, is_whole, num_ranks) for param, is_whole in wanted)
     memory: list[Tensor] = []
     reason = None
     try:
@@ -95,13 +99,12 @@ def share_frozen(
     if reason is not None:
         log.info(f"Sharding: codes are gathered by NCCL, as GPUs can't read one another's memory: {reason}")
         return None
-    log.info(f"Sharding: GPUs read {show_bytes(num_bytes)} of frozen weights from each other's memory")
-    parts = _split(memory, params, num_ranks)
-    num_sets = config.num_gathered if reshard_after_forward else len(layers)
+    log.info(f"Sharding: GPUs read frozen weights from each other's memory, {show_bytes(num_bytes)} on each")
+    places = _find_places(memory, dist.get_rank(group), wanted)
     return Shared(
-        PeerCodes(layers, parts, rank, num_sets, processes.device),
-        PeerEnds(model, parts),
-        {id(param): _shard(param, parts[id(param)][rank]) for param in params},
+        PeerCodes(layers, places, None if stay_gathered else config.num_gathered, processes.device),
+        PeerEnds(model, places, processes.device),
+        {id(param): _shard(param, places[id(param)]) for param, _ in wanted},
     )
 
 
@@ -116,25 +119,36 @@ def _is_even(param: Tensor) -> bool:
     return isinstance(param, DTensor) and param.shape[0] % dist.get_world_size(shard_group(param)) == 0
 
 
-def _room(param: Tensor, num_ranks: int) -> int:
-    """Bytes that a rank's part of the parameter takes in the memory that others read."""
-    return round_up(param.nbytes // num_ranks, ALIGNMENT)
+def _room(param: Tensor, is_whole: bool, num_ranks: int) -> int:
+    """Bytes that a parameter takes in the memory of each rank that others read."""
+    return round_up(param.nbytes if is_whole else param.nbytes // num_ranks, ALIGNMENT)
 
 
-def _split(memory: Iterable[Tensor], params: Iterable[Tensor], num_ranks: int) -> dict[int, list[Tensor]]:
-    """Where each rank has its rows of each parameter: uint8, by the parameter's id."""
-    parts, first, memory = {}, 0, list(memory)
-    for param in params:
-        last = first + param.nbytes // num_ranks
-        parts[id(param)] = [of_rank[first:last] for of_rank in memory]
-        first += _room(param, num_ranks)
-    return parts
+def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Tensor, bool]]) -> dict[int, Place]:
+    """Where the parameters lie in the memory of the ranks, by their ids.
+
+    Args:
+        memory: of each rank, uint8.
+        rank: this one.
+        wanted: parameters, with whether each rank has room for all rows, and not for its own alone.
+    """
+    places, first, num_ranks = {}, 0, len(memory)
+    for param, is_whole in wanted:
+        rooms = [
+            of_rank[first : first + (param.nbytes if is_whole else param.nbytes // num_ranks)] for of_rank in memory
+        ]
+        size = param.nbytes // num_ranks
+        parts = [room[peer * size : (peer + 1) * size] for peer, room in enumerate(rooms)] if is_whole else rooms
+        # FSDP takes it that a whole tensor begins where its storage does: one that came through DLPack does.
+        places[id(param)] = Place(parts, rank, from_dlpack(rooms[rank]) if is_whole else None)
+        first += _room(param, is_whole, num_ranks)
+    return places
 
 
-def _shard(param: Tensor, own: Tensor) -> Tensor:
-    """A sharded parameter whose rows on this rank lie in the given bytes."""
+def _shard(param: Tensor, place: Place) -> Tensor:
+    """A sharded parameter whose rows on this rank lie in its place."""
     assert isinstance(param, DTensor)
-    local = own.view(param.dtype).view(param.to_local().shape)
+    local = place.parts[place.rank].view(param.dtype).view(param.to_local().shape)
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

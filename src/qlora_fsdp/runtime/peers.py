@@ -56,6 +56,31 @@ def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device)
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the ranks have a tensor of which each holds as many rows as the others.
+
+    Attributes:
+        parts: the rows of each rank, uint8, in memory that all can read.
+        rank: this rank.
+        whole: this rank's memory for all rows, uint8, in which its own part lies. None if it has that part alone.
+    """
+
+    parts: Sequence[Tensor]
+    rank: int
+    whole: Tensor | None = None
+
+    def copies_to(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The copies that put all rows together in `whole`, for `start_copies`.
+
+        A rank begins with its own rows, unless they are there, and then reads another peer than the others do.
+        """
+        rows, num_ranks = whole.split(self.parts[0].nbytes), len(self.parts)
+        first = self.rank if self.whole is None else self.rank + 1
+        peers = [number % num_ranks for number in range(first, self.rank + num_ranks)]
+        return [(rows[peer], self.parts[peer]) for peer in peers]
+
+
+@dataclass(frozen=True)
 class PeerTable:
     """A table of which each rank holds as many rows as the others, in memory that all can read.
 
@@ -78,10 +103,6 @@ class PeerTable:
     def slice(self, first: int, last: int) -> Tensor:
         """Rows first to last - 1, looked up."""
         return self.look_up(torch.arange(first, last, device=self.parts[0].device))
-
-    def whole(self) -> Tensor:
-        """All rows [V, ...], in new memory."""
-        return torch.cat(list(self.parts))
 
 
 @cache
