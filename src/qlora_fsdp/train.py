@@ -2,7 +2,7 @@
 
 The stages of a run, which training/run.py calls one after the other:
 
-config -> processes -> find -> build (meta) -> adapt -> plan -> data -> shard -> load -> prove -> loop -> adapter
+config -> processes -> folder -> find -> build -> adapt -> plan -> data -> shard -> load -> prove -> loop -> adapter
 """
 
 from __future__ import annotations
