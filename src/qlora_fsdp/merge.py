@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.merge`: make one model of base and adapter, and report how its predictions changed."""
+"""`qlora-fsdp merge`: make one model of base and adapter, and report how its predictions changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.preview`: shows rows as the model will see them, and which of their tokens are trained on."""
+"""`qlora-fsdp preview`: shows rows as the model will see them, and which of their tokens are trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.train`: read the command line, check it, and train or start jobs that train.
+"""`qlora-fsdp train`: read the command line, check it, and train or start jobs that train.
 
 The stages of a run, which training/run.py calls one after the other:
 

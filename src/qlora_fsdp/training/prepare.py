@@ -28,7 +28,7 @@ from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, share_sequences
 from qlora_fsdp.model.base_files import describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
-from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
+from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops
 from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.saved_adapter import SavedAdapter
@@ -36,7 +36,7 @@ from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
-from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to
+from qlora_fsdp.runtime.hardware import choose_dtype, dtype_name, find_machine, hold_to
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
 from qlora_fsdp.training.memory_use import PhasePeaks, start_snapshot

@@ -28,10 +28,10 @@ from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
-from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.shard import free_gathered
 from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.passes import place
 from qlora_fsdp.training.prepare import Prepared

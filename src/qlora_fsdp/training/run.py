@@ -30,7 +30,7 @@ from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, ope
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
-from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_shortage
+from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch
@@ -248,6 +248,6 @@ def _write_results(config: Config, folder: Path, summary: RunSummary) -> None:
 def _complete(world: World, processes: Processes) -> World:
     """The world, completed by what only torch knows: the device, and whether it computes in bfloat16 and fp8."""
     cuda = processes.device.type == "cuda"
-    has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = has_bfloat16(processes.device)
     has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)
     return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16, has_fp8=has_fp8)
