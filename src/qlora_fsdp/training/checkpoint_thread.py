@@ -48,8 +48,9 @@ class CheckpointThread:
     """Copies the state of training and writes it to files in a thread. All ranks call it together.
 
     Args:
-        config: how many checkpoints are kept.
-        content: the manifest fields that all checkpoints of this run share; see `Saver`.
+        config: when checkpoints are written, and how many are kept.
+        content: the manifest fields that all checkpoints of this run share. Each checkpoint replaces `step`, and
+            `folder`, which is run.folder/checkpoints here. `eval_losses` grows as the loop evaluates.
         model: sharded.
         optimizer: over the model's trainable parameters.
         write_adapter: writes the adapter to a folder; called in the thread of rank 0.
