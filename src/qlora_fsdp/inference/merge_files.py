@@ -69,7 +69,7 @@ def merge_files(merge: Merge) -> None:
 
 
 @contextmanager
-def merging_to(out: str | Path) -> Iterator[None]:
+def merging_to(out: Path) -> Iterator[None]:
     """Turn a failure to write to the folder of the result into an error that names the setting.
 
     Raises:
