@@ -31,7 +31,7 @@ Loss and perplexity of a model on data of yours, or its scores on lm-eval's task
 processes share model and data.
 
 usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
-       ... qlora_fsdp.evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
+       qlora-fsdp evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
 
   adapter=DIR     the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   data.path=FILE  rows as for training, all of them; data.* and training.max_length=2048 as there, to be typed again

@@ -156,7 +156,7 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
     """
     problems = list(others)
     if not config.task.is_causal:
-        fix = "Set adapter to one of a model that does, or use qlora_fsdp.evaluate."
+        fix = "Set adapter to one of a model that does, or use qlora-fsdp evaluate."
         problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
     for name in ("max_new_tokens", "batch_size"):
         if (value := getattr(settings, name)) is None or value >= 1:

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.merge`: make one model of base and adapter, and report how its predictions changed."""
+"""`qlora-fsdp merge`: make one model of base and adapter, and report how its predictions changed."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         kind, ends = QuantType4bit(settings.quantize), EmbeddingStorage.none
         quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
         built_as = replace(config, quant=quant)
-    adapter, out = settings.adapter, settings.out
+    adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":
-        trained = assemble_trained(config, adapter, processes)
+        trained = assemble_trained(config, settings.adapter, processes)
         with merging_to(out):
-            export_adapter(trained, Path(adapter).expanduser(), Path(out).expanduser())
+            export_adapter(trained, adapter, out)
         log.info(f"Written: {out}, with an adapter for each expert. vLLM takes it by --lora-modules NAME={out}.")
         return
-    is_there = (Path(out).expanduser() / "config.json").is_file()  # which a merge writes last
+    is_there = (out / "config.json").is_file()  # which a merge writes last
     merge_files(
         Merge(
-            assemble_trained(built_as, adapter, processes),
-            Path(adapter).expanduser(),
-            Path(out).expanduser(),
+            assemble_trained(built_as, settings.adapter, processes),
+            adapter,
+            out,
             settings.base == "dequantized",
             cast(Any, settings.quantize),  # `_check` has refused anything else
             processes.device,
@@ -104,19 +104,18 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         report = compare(settings, config, processes)
         print(json.dumps(report))
         with merging_to(out):
-            write_json(Path(out).expanduser() / "merge_report.json", report)
+            write_json(out / "merge_report.json", report)
 
 
-def _describe_end(out: str, was_there: bool, is_causal: bool) -> str:
+def _describe_end(out: Path, was_there: bool, is_causal: bool) -> str:
     """Describe the result, and what to type next with a model that writes text."""
-    folder = Path(out).expanduser()
-    files = list(folder.glob("*.safetensors"))
+    files = list(out.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
     what = f"{plural(len(files), 'file')} of weights, {size}"
     if was_there:
         return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
     merged = f"Merged: {out} ({what}). It is a model as any other"
-    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(folder))}', folder)}" if is_causal else f"{merged}."
+    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(out))}', out)}" if is_causal else f"{merged}."
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.preview`: shows rows as the model will see them, and which of their tokens are trained on."""
+"""`qlora-fsdp preview`: shows rows as the model will see them, and which of their tokens are trained on."""
 
 from __future__ import annotations
 
@@ -51,10 +51,7 @@ examples:
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys, but for tabs and line breaks
 NUM_BINS = 12
 BAR_WIDTH = 40
-EXAMPLE_TOKENS, EXAMPLE_LETTERS = (
-    20,
-    100,
-)  # of a row that cleaning has found, around the place where its answer begins
+EXAMPLE_TOKENS, EXAMPLE_LETTERS = 20, 100  # of a row that cleaning has found, around where its answer begins
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.status FOLDER...`: the state of every run and job in these folders. Imports no torch."""
+"""`qlora-fsdp status FOLDER...`: the state of every run and job in these folders. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`python -m qlora_fsdp.train`: read the command line, check it, and train or start jobs that train.
+"""`qlora-fsdp train`: read the command line, check it, and train or start jobs that train.
 
 The stages of a run, which training/run.py calls one after the other:
 
-config -> processes -> find -> build (meta) -> adapt -> plan -> data -> shard -> load -> prove -> loop -> adapter
+config -> processes -> folder -> find -> build -> adapt -> plan -> data -> shard -> load -> prove -> loop -> adapter
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training import checkpoint_thread
 from qlora_fsdp.training import saver as saver_module
 from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest, verify_files
+from qlora_fsdp.training.checkpoint_thread import CheckpointThread
 from qlora_fsdp.training.saver import Saver
 
 ADAPTER = Path("adapter/adapter.safetensors")
@@ -61,7 +62,8 @@ def training(tmp_path: Path, processes: Processes) -> Any:
     optimizer = torch.optim.AdamW(model.parameters())
     watch = cast(Watch, SimpleNamespace(asked=None))
     content, journal = Checkpoint(tmp_path / "checkpoints", 0, 1, {}, {}), Journal(tmp_path, config, 9, is_main=True)
-    saver = Saver(config.checkpoint, content, model, optimizer, writes, processes, watch, journal)
+    thread = CheckpointThread(config.checkpoint, content, model, optimizer, writes, processes, journal)
+    saver = Saver(thread, watch)
     return SimpleNamespace(model=model, writes=writes, saver=saver, folder=content.folder)
 
 

@@ -1,42 +1,20 @@
-"""What this program knows about families of models, by the `model_type` of their transformers config.
+"""What this program knows about families of models; whatever treats them differently reads it here.
 
-A family that is missing here still trains, with norms and residuals computed one by one. Every module that treats
-families differently reads this table, so that a new family is added in one place. Whether rows are packed is no matter
-of families (model/packing.py tries it), nor is the memory plan (tracing/).
+A family that is missing here still trains, with norms and residuals computed one by one. Whether rows are packed is no
+matter of families (model/packing.py tries it), nor is the memory plan (tracing/).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+# transformers' classes of decoder layers that compute x + self_attn(input_layernorm(x)), then
+# x + mlp(post_attention_layernorm(x)), and no more.
+PRENORM_LAYERS = (
+    *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "SmolLM3DecoderLayer"),
+    "Phi3DecoderLayer",
+)
 
-
-@dataclass(frozen=True)
-class Family:
-    """Facts about one family.
-
-    Attributes:
-        prenorm_layer: transformers' class of its decoder layer, if the layer computes
-            x + self_attn(input_layernorm(x)), and then x + mlp(post_attention_layernorm(x)); None if it does more.
-    """
-
-    prenorm_layer: str | None
-
-
-FAMILIES = {
-    "llama": Family("LlamaDecoderLayer"),
-    "mistral": Family("MistralDecoderLayer"),
-    "qwen2": Family("Qwen2DecoderLayer"),
-    "qwen3": Family("Qwen3DecoderLayer"),
-    "gemma2": Family(None),
-    "gemma3_text": Family(None),
-    "smollm3": Family("SmolLM3DecoderLayer"),
-    "phi3": Family("Phi3DecoderLayer"),
-}
-
-PRENORM_LAYERS = {family.prenorm_layer for family in FAMILIES.values() if family.prenorm_layer is not None}
-
-# The settings of `kernels` for which Liger has kernels, by family. A plan is made on hosts without Liger too; a run
-# asks the package itself, and a test compares the two.
+# The settings of `kernels` for which Liger has kernels, by the `model_type` of the model's config. A plan is made on
+# hosts without Liger too; a run asks the package itself, and a test compares the two.
 _ALL = ("rms_norm", "rotary", "glu")
 _WITHOUT_ROTARY = ("rms_norm", "glu")
 LIGER_KERNELS = {

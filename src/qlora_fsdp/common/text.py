@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+MAX_LISTED = 8  # items of a list in a message
+MAX_SHOWN = 400  # characters of each
+
 
 def format_table(rows: Sequence[dict[str, str]]) -> str:
     """Returns rows as aligned columns under their names. A column that is empty in every row is left out."""
@@ -41,6 +44,14 @@ def shorten(text: str, length: int = 80) -> str:
     """Returns text of others for a message: cut, and without control characters."""
     text = printable(text[: length + 1])
     return text if len(text) <= length else f"{text[:length]}..."
+
+
+def list_some(items: Sequence[str]) -> str:
+    """Returns texts of others for a message, a line each; the tail of a long list is given as a count."""
+    lines = [f"  - {shorten(item, MAX_SHOWN)}" for item in items[:MAX_LISTED]]
+    if len(items) > MAX_LISTED:
+        lines.append(f"  - and {len(items) - MAX_LISTED} more")
+    return "\n".join(lines)
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.accelerate_file import check_accelerate_file
@@ -28,6 +29,10 @@ def check_training(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
     for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, slices, _launch):
         yield from find_problems(config)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _fsdp(config: Config) -> Iterator[Problem]:
@@ -57,7 +62,7 @@ def _memory(config: Config) -> Iterator[Problem]:
         reason = f"has no effect with {show('memory.activations', memory.activations)}."
         yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
     tile = memory.tile_tokens
-    if tile not in ("auto", None) and (isinstance(tile, bool) or not isinstance(tile, int)):
+    if tile not in ("auto", None) and not _is_whole(tile):
         fix = "Set memory.tile_tokens=auto, the default."
         yield problem_with(config, "memory.tile_tokens", "must be a whole number, auto or null.", fix)
     elif tile not in ("auto", None) and (why := why_no_tiles(config)) is not None:
@@ -77,7 +82,7 @@ def _optim(config: Config) -> Iterator[Problem]:
 def _training(config: Config) -> Iterator[Problem]:
     training = config.training
     size = training.micro_batch_size
-    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+    if size != "auto" and not _is_whole(size):
         reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=auto, the default."
         yield problem_with(config, "training.micro_batch_size", reason, fix)
     elif size == "auto" and training.global_batch_size is None:
@@ -126,7 +131,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 def slices(config: Config) -> Iterator[Problem]:
     """Find settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set."""
     num_slices = config.distributed.context_parallel
-    if num_slices != "auto" and (isinstance(num_slices, bool) or not isinstance(num_slices, int)):
+    if num_slices != "auto" and not _is_whole(num_slices):
         reason, fix = "must be a whole number or auto.", "Set distributed.context_parallel=auto, the default."
         yield problem_with(config, "distributed.context_parallel", reason, fix)
     if config.distributed.num_slices == 1:

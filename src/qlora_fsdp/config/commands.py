@@ -1,6 +1,6 @@
 """The command lines of the commands beside training: settings of their own, and any setting of training.
 
-    python -m qlora_fsdp.generate adapter=DIR prompt="..." max_new_tokens=64 model.attn_implementation=eager
+    qlora-fsdp generate adapter=DIR prompt="..." max_new_tokens=64 model.attn_implementation=eager
 
 An adapter's folder holds the settings of model, quantization and task that it was trained with (`SETTINGS_FILE`).
 These apply first, and what is typed wins over them. Imports no torch.

@@ -213,5 +213,9 @@ def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | 
     listed = f"it has {', '.join(options)}"
     if len(options) > MAX_LISTED:
         near = difflib.get_close_matches(str(option).lower(), options, n=6, cutoff=0.4)
-        listed = f"it has {', '.join(near)} and others (docs/configuration.md)" if near else "see docs/configuration.md"
+        listed = (
+            f"it has {', '.join(near)} and others (docs/configuration.md)"
+            if near
+            else "docs/configuration.md lists them"
+        )
     return Problem(show(group, option), f"is no option of {group}: {listed}.", fix)

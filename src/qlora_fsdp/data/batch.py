@@ -214,7 +214,7 @@ def _lay_out_answers(
         return lay_out(padded, sequences.max_length, sequences.pad_token_id)
     alone = [[part] for parts in rows for part in parts]
     longest = max((len(tokens) for [(tokens, _)] in alone), default=1)
-    length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length // sequences.num_answers)
+    length = min(round_up(longest, LENGTH_MULTIPLE), sequences.max_length // sequences.num_answers)
     padded = alone + [[]] * (micro_batch_size * sequences.num_answers - len(alone))
     return lay_out(padded, length, sequences.pad_token_id)
 
@@ -237,4 +237,4 @@ def padded_length(sequences: TrainingData, longest: int) -> int:
     """Tokens of a sequence whose longest row has `longest`, with the padding after it."""
     if sequences.is_packed:
         return sequences.max_length
-    return min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length)
+    return min(round_up(longest, LENGTH_MULTIPLE), sequences.max_length)

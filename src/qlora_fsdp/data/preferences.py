@@ -38,6 +38,7 @@ from qlora_fsdp.data.row import (
     type_name,
 )
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch
+from qlora_fsdp.data.turns import num_common
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
@@ -227,13 +228,10 @@ def _find_prompt(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     if prompt is not None:
         return prompt, chosen, rejected
     if are_turns:
-        shortest = min(len(chosen), len(rejected))
-        shared = next((n for n in range(shortest) if chosen[n] != rejected[n]), shortest)
+        shared = num_common(chosen, rejected)
         return chosen[:shared], chosen[shared:], rejected[shared:]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        shortest = min(len(chosen), len(rejected))
-        begins = next((n for n in range(shortest) if chosen[n] != rejected[n]), shortest)
-        begins = len(chosen[:begins].rstrip())  # a space before a word is part of the word
+        begins = len(chosen[: num_common(chosen, rejected)].rstrip())  # a space before a word is part of the word
         return chosen[:begins], chosen[begins:], rejected[begins:]
     return "", chosen, rejected
 

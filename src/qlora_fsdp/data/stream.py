@@ -51,7 +51,7 @@ class StreamedSequences:
         num_kept: sequences before the newest one asked for that may still be asked for.
         key: tells this data and these settings from others; hexadecimal.
         start: where to begin; None: at the beginning of the data.
-        note: called with every window, in the thread that made it.
+        note: called with every window, in the thread that made it, if given.
     """
 
     has_labels = False
@@ -65,7 +65,7 @@ class StreamedSequences:
         num_kept: int,
         key: str,
         start: Place | None = None,
-        note: Callable[[Window], None] = lambda window: None,
+        note: Callable[[Window], None] | None = None,
     ) -> None:
         self.maker, self.num_sequences, self.num_kept, self.key, self.note = maker, num_sequences, num_kept, key, note
         settings = maker.settings
@@ -136,7 +136,8 @@ class StreamedSequences:
 
     def _make(self, place: Place) -> Window:
         window = self.maker.make(place)
-        self.note(window)
+        if self.note is not None:
+            self.note(window)
         return window
 
 
@@ -169,21 +170,20 @@ def open_stream(
     _check_same(sources, processes)
     # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
     key = processes.share(_key(config, tokenizer, sources) if processes.is_main else None)
-    file = None if folder is None else folder / STREAM_FILE
-    done = first_step * split.global_batch_size
-    is_noted = file is not None and processes.is_main
-    start = processes.share(find_place(_place_files(config, file), key, done) if file and is_noted else None)
-    kept = None
+    start, kept, note = None, None, None
     if folder is not None:
-        others = [each.parent for each in _place_files(config, folder / STREAM_FILE)[1:]]
-        kept = KeptWindows(folder, others, key, split.global_batch_size)
+        own, *others = files = _place_files(config, folder / STREAM_FILE)
+        done = first_step * split.global_batch_size
+        start = processes.share(find_place(files, key, done) if processes.is_main else None)
+        kept = KeptWindows(folder, [file.parent for file in others], key, split.global_batch_size)
+        note = partial(note_place, own, key) if processes.is_main else None
     stream = StreamedSequences(
         _window_maker(config, tokenizer, sources, vocab_size, split, processes.for_thread(), kept),
         num_sequences=split.num_sequences,
         num_kept=BATCHES_KEPT * split.global_batch_size,
         key=key,
         start=start,
-        note=partial(note_place, file, key) if file and is_noted else lambda window: None,
+        note=note,
     )
     held_out = None
     if config.data.eval_path is not None:

@@ -157,7 +157,7 @@ def _marker_before_more(conversation: Conversation, number: int, probe: dict[str
 
 def _difference(text: str, other: str) -> Span:
     """The part of `text` that is not the same in `other`: all between their common start and their common end."""
-    return _num_common(text, other), len(text) - _num_common(text[::-1], other[::-1])
+    return num_common(text, other), len(text) - num_common(text[::-1], other[::-1])
 
 
 def _common_tokens(text: str, other: str, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -165,11 +165,11 @@ def _common_tokens(text: str, other: str, tokenizer: PreTrainedTokenizerBase) ->
     encoded, other_encoded = (
         tokenizer(t, add_special_tokens=False, return_offsets_mapping=True) for t in (text, other)
     )
-    num_tokens = _num_common(encoded["input_ids"], other_encoded["input_ids"])
+    num_tokens = num_common(encoded["input_ids"], other_encoded["input_ids"])
     return int(encoded["offset_mapping"][num_tokens - 1][1]) if num_tokens else 0
 
 
-def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items two texts or lists have in common at their beginnings; by halves, as these are compared in C."""
     low, high = 0, min(len(one), len(other))
     while low < high:

@@ -46,7 +46,7 @@ usage: qlora-fsdp doctor [launch.num_processes=N] [--json FILE] [--folder DIR]
   --json FILE   write the findings there too
   --folder DIR  measure this disk: where models are, or run folders (default: this folder)
 
-With N processes it also measures all-reduce and all-gather between them. The exit code is 1 if anything is red.
+With N processes it also measures how fast they exchange data. The exit code is 1 if anything is red.
 """
 
 

@@ -35,6 +35,7 @@ from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.rope import write_rope
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
@@ -68,7 +69,7 @@ def merge_files(merge: Merge) -> None:
 
 
 @contextmanager
-def merging_to(out: str | Path) -> Iterator[None]:
+def merging_to(out: Path) -> Iterator[None]:
     """Turn a failure to write to the folder of the result into an error that names the setting.
 
     Raises:
@@ -213,7 +214,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
             "load_in_4bit": True,
             "bnb_4bit_quant_type": merge.quantize,
             "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": str(merge.dtype).removeprefix("torch."),
+            "bnb_4bit_compute_dtype": dtype_name(merge.dtype),
             "llm_int8_skip_modules": sorted(plain) or None,
         }
     write_json(merge.out / "config.json", config)

@@ -21,7 +21,6 @@ from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
-from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
@@ -29,6 +28,7 @@ from qlora_fsdp.model.spread import bytes_of_fullest, spread_layers, why_not_spr
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.weights.quantized_cache import use_cache

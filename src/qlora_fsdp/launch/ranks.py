@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -64,13 +63,8 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
     Raises:
         ConfigError: there are too few GPUs, or settings of `launch` can't be used for one command.
     """
-    launch, problems = config.launch, []
-    if launch.parallel > 1:
-        problems.append(problem_with(config, "launch.parallel", "is for sweeps.", "Add -m, or leave it out."))
-    if launch.config_file is not None and not Path(launch.config_file).expanduser().is_file():
-        fix = "Set it to a file that `accelerate config --config_file FILE` wrote, or to null."
-        problems.append(problem_with(config, "launch.config_file", "is no file.", fix))
-    refuse(problems)
+    if config.launch.parallel > 1:
+        refuse([problem_with(config, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
     (slot,) = share_gpus(config, environ)
     return Plan(count_ranks(config, slot), slot)
 

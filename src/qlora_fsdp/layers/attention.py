@@ -75,10 +75,9 @@ def choose_attention(
         AttentionInterface.register(VARLEN, varlen_attention)
         return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
     if wanted == "auto":
-        needs_eager = getattr(text, "attn_logit_softcapping", None) or _lacks_sdpa(config, text)
         is_slower = is_causal and device.type == "cuda"
         note = f"varlen attention can't be used: {no_varlen}; attention with a mask is used (slower)"
-        return ("eager" if needs_eager else "sdpa"), note if is_slower else None
+        return _with_mask(config), note if is_slower else None
     return wanted, None
 
 
@@ -103,7 +102,17 @@ def traced_attention(
     if not needs_mask:
         AttentionInterface.register(VARLEN, varlen_attention)
         return VARLEN
-    return "eager" if getattr(text, "attn_logit_softcapping", None) or _lacks_sdpa(config, text) else "sdpa"
+    return _with_mask(config)
+
+
+def _with_mask(config: PretrainedConfig) -> str:
+    """`sdpa`, or `eager` where sdpa can't compute this model, or transformers' classes of it refuse sdpa."""
+    text = config.get_text_config()
+    # The mapping has one class or several; a config that it lacks has remote code, and refuses nothing.
+    found: list[Any] = [MODEL_MAPPING.get(type(each), ()) for each in (config, text)]
+    classes = [each for some in found for each in (some if isinstance(some, tuple) else (some,))]
+    caps = getattr(text, "attn_logit_softcapping", None)
+    return "eager" if caps or not all(each._supports_sdpa for each in classes) else "sdpa"
 
 
 def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -132,14 +141,6 @@ def why_not_by_starts(config: PretrainedConfig) -> str | None:
     if getattr(config, "attention_dropout", None):
         return "it can't drop attention weights, as this model does (attention_dropout)"
     return None
-
-
-def _lacks_sdpa(*configs: PretrainedConfig) -> bool:
-    """Whether transformers' classes for these configs refuse sdpa, as those with attention code of their own do."""
-    # The mapping has one class or several; a config that it lacks has remote code, and refuses nothing.
-    found: list[Any] = [MODEL_MAPPING.get(type(config), ()) for config in configs]
-    classes = [each for some in found for each in (some if isinstance(some, tuple) else (some,))]
-    return any(not each._supports_sdpa for each in classes)
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -46,7 +46,7 @@ class ExpertLora(ParamWrapper):
         return found
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """PEFT's merge, which is refused on codes: there is no weight to add to. `qlora_fsdp.merge` merges those."""
+        """PEFT's merge, which is refused on codes: there is no weight to add to. `qlora-fsdp merge` merges those."""
         if isinstance(getattr(self.get_base_layer(), self.parameter_name), QuantizedExpertWeight):
-            raise NotImplementedError("a quantized base can't be merged in place: use python -m qlora_fsdp.merge")
+            raise NotImplementedError("a quantized base can't be merged in place: use qlora-fsdp merge")
         super().merge(safe_merge, adapter_names)

@@ -54,9 +54,9 @@ class LoraLinear(lora.Linear):
         return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """PEFT's merge, which is refused on codes: there is no weight to add to. `qlora_fsdp.merge` merges those."""
+        """PEFT's merge, which is refused on codes: there is no weight to add to. `qlora-fsdp merge` merges those."""
         if isinstance(self.base_layer, QuantizedLinear):
-            raise NotImplementedError("a quantized base can't be merged in place: use python -m qlora_fsdp.merge")
+            raise NotImplementedError("a quantized base can't be merged in place: use qlora-fsdp merge")
         super().merge(safe_merge, adapter_names)
 
 

@@ -13,8 +13,8 @@ from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters import base_linears
-from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.runtime.hardware import dtype_name
 
 CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
 
@@ -94,10 +94,8 @@ def _rope(model: PreTrainedModel) -> str:
 
 def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     base_model = _base(model)
-    head = base_model.get_output_embeddings()
-    heads = {
-        name for name, module in base_model.named_modules() if module is head
-    }  # which transformers does not quantize
+    head = base_model.get_output_embeddings()  # which transformers does not quantize
+    heads = {name for name, module in base_model.named_modules() if module is head}
     formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
     format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
     settings = cast(peft.LoraConfig, model.peft_config[ADAPTER])

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass
 
-import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PretrainedConfig
@@ -119,8 +118,3 @@ def count_bytes(model: nn.Module, shard_rank: int, num_shards: int) -> Sizes:
             base += sum(number for key, number in plain.items() if key not in seen)
             seen |= plain.keys()
     return Sizes(shard, trainable, base)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")

@@ -21,10 +21,11 @@ from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.common.hub_names import LOCAL_BASE
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, SETTINGS_FILE
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapter_usage import describe_usage, is_classifier
 from qlora_fsdp.model.model_card import CardFacts, make_card
+from qlora_fsdp.model.saved_adapter import adapter_parameters
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.runtime.processes import Processes
@@ -98,12 +99,8 @@ def adapter_keys(model: peft.PeftModel) -> dict[str, str]:
 
     Not to be called while a step runs: PEFT asks modules for their state, and FSDP then frees what is gathered.
     """
-    marks = {
-        name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters() if param.requires_grad
-    }
-    names = {id(mark): name for name, mark in marks.items()}
-    tensors = peft.get_peft_model_state_dict(model, state_dict=marks, save_embedding_layers=False)
-    return {key: names[id(tensor)] for key, tensor in tensors.items()}
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {key: names[id(param)] for key, param in adapter_parameters(model).items()}
 
 
 def write_adapter(
@@ -128,11 +125,8 @@ def write_adapter(
     """
     config = model.peft_config[ADAPTER]
     folder.mkdir(parents=True)
-    save_file(
-        {key: state[name].contiguous() for key, name in keys.items()},
-        folder / "adapter_model.safetensors",
-        {"format": "pt"},
-    )
+    tensors = {key: state[name].contiguous() for key, name in keys.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     saved = copy(config)  # training may be using `config` meanwhile
     saved.inference_mode = True
     saved.save_pretrained(str(folder))

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.text import plural
+from qlora_fsdp.common.text import list_some, plural
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
@@ -31,7 +31,6 @@ TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such row
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 BASE_COPY = ".base_layer.weight"  # how the name of a weight of the base ends beside an adapter of its layer
 BASE_FIX = "Set model.path to the model that it was trained on"
-MAX_LISTED = 10  # tensors that do not fit
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ class SavedAdapter:
             if found[key] != shapes[key]
         ]
         if problems:
-            shown = "\n".join(f"  - {problem}" for problem in problems[:MAX_LISTED])
-            raise AdapterError(f"{self} does not fit the model ({len(problems)} tensors). {fix}:\n{shown}")
+            number = len(problems)
+            raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
 
     def check_values(self, processes: Processes) -> None:
         """Look for NaN and infinite values in an adapter that passed `check`. Each rank reads its share.

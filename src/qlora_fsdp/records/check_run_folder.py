@@ -16,7 +16,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.ownership import find_obstacle
-from qlora_fsdp.records.run_state import SUMMARY_FILE, read_json, read_run
+from qlora_fsdp.records.run_state import SUMMARY_FILE, RunState, read_json, read_run
 
 
 def check(config: Config, world: World) -> None:
@@ -55,14 +55,14 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "run.folder", *obstacle)
     elif not config.run.overwrite and read_json(folder / SUMMARY_FILE).get("status") == "finished":
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
-        if (adapter := read_run(folder).adapter) is not None:
-            fix += f" To train its adapter further, set another run.name= and {show('lora.start', str(adapter))}."
-        yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", fix)
+        state = read_run(folder)
+        if state.adapter is not None:
+            fix += f" To train its adapter further, set another run.name= and {show('lora.start', str(state.adapter))}."
+        yield problem_with(config, "run.folder", f"already holds a finished run{_describe(state)}.", fix)
 
 
-def _describe(folder: Path) -> str:
+def _describe(state: RunState) -> str:
     """Describe what a finished run has left, as the end of a sentence."""
-    state = read_run(folder)
     parts = [] if state.step is None else [plural(state.step, "step")]
     parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]
     parts += [] if state.adapter is None else [f"its adapter in {state.adapter}"]

@@ -68,22 +68,17 @@ def push_adapter(folder: Path, repo: str, private: bool, base: str | None = None
     return f"{api.endpoint}/{full}"
 
 
-def push_result(config: HubConfig, adapter: Path) -> str | None:
-    """Uploads a finished run's adapter where the settings ask for it. A failure is told, and loses nothing.
-
-    Returns:
-        The address of the repository; None where nothing was uploaded.
-    """
+def push_result(config: HubConfig, adapter: Path) -> None:
+    """Uploads a finished run's adapter where the settings ask for it. A failure is told, and loses nothing."""
     if not config.push or config.repo is None:
-        return None
+        return
     try:
         url = push_adapter(adapter, config.repo, config.private)
     except UserError as error:
         again = f"qlora-fsdp push adapter={adapter} repo={config.repo} private={str(config.private).lower()}"
         log.warning(f"Warning: the adapter is not on the hub: {error} It is in {adapter}. To try again:\n  {again}")
-        return None
-    log.info(f"The adapter is at {url}")
-    return url
+    else:
+        log.info(f"The adapter is at {url}")
 
 
 @contextmanager

@@ -44,6 +44,11 @@ def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
     return getattr(torch, precision.value)  # type: ignore[no-any-return]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def peak_flops(device: torch.device) -> float | None:
     """FLOP/s of dense bf16 products by the GPU's datasheet; None on a CPU and for a GPU that is not in our table."""
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -12,8 +12,8 @@ A thread on every rank writes a beat to the store where the processes met, sever
 The thread needs the interpreter's lock (GIL). torch releases it wherever a main thread waits for other ranks or for the
 GPU: in collectives and `Work.wait`, in the store's methods, in operators, `.item()`, `synchronize()` and `backward()`.
 Triton's launcher releases it too, and so does recording an event behind a full queue (seen with torch 2.11 on an H200).
-A C function that keeps the lock, for example while a large library is imported, stops
-the beats. So a rank of this host that uses processor time counts as alive without them.
+A C function that keeps the lock, for example while a large library is imported, stops the beats. So a rank of this host
+that uses processor time counts as alive without them.
 
 A rank measures silence by how often it looks at the beats, and one look adds only a bounded time. A job that was
 suspended as a whole (Ctrl-Z) and continued therefore loses no rank.

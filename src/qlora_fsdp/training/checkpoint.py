@@ -50,7 +50,7 @@ from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
-from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.optim import LocalAdamW8bit, new_state
 from qlora_fsdp.training.saved_tensors import (
     INDEX,
     BadFile,
@@ -215,7 +215,8 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
         raise BadFile(f"{folder} has no {INDEX}, so another version of this program wrote it")
     saved = read_index(folder, files)
     if not isinstance(optimizer, LocalAdamW8bit):
-        _allocate_state(optimizer)
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            optimizer.state[param] = new_state(param)
     state = trained_state(model, optimizer)
     for name in sorted(saved.keys() | state.keys()):
         here = _describe(state[name]) if name in state else "missing"
@@ -271,17 +272,6 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             for key, value in optimizer.state[param].items():
                 state[f"optimizer.{name}.{key}"] = value if value.ndim else value.view(1)
     return state
-
-
-def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make AdamW's state as it is before the first step, to be read into."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            optimizer.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=local_tensor(param).device),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
 
 
 def temporary_name(folder: Path, token: str) -> Path:

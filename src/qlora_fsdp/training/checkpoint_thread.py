@@ -6,17 +6,18 @@ process ends before its thread has finished, the files keep their temporary name
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn, optim
 
+from qlora_fsdp.common import threads
 from qlora_fsdp.config.schema import CheckpointConfig
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import log
@@ -28,31 +29,28 @@ from qlora_fsdp.training.checkpoint_write import HostCopy, Snapshot, WriteAdapte
 POLL_SECONDS = 0.2
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Write:
     """A checkpoint that is being written.
 
     Attributes:
         stall_seconds: how long training waited until the state was copied.
-        started: when the thread began, on the monotonic clock.
-        seconds: how long the thread took.
-        result: set by the thread when it ends: what went wrong, or None.
+        result: what went wrong, or None, and how long the thread took.
     """
 
     folder: Path
     step: int
     stall_seconds: float
-    started: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
-    result: Future[str | None] = field(default_factory=Future)
+    result: Future[tuple[str | None, float]]
 
 
 class CheckpointThread:
     """Copies the state of training and writes it to files in a thread. All ranks call it together.
 
     Args:
-        config: how many checkpoints are kept.
-        content: the manifest fields that all checkpoints of this run share; see `Saver`.
+        config: when checkpoints are written, and how many are kept.
+        content: the manifest fields that all checkpoints of this run share. Each checkpoint replaces `step`, and
+            `folder`, which is run.folder/checkpoints here. `eval_losses` grows as the loop evaluates.
         model: sharded.
         optimizer: over the model's trainable parameters.
         write_adapter: writes the adapter to a folder; called in the thread of rank 0.
@@ -106,10 +104,9 @@ class CheckpointThread:
         )
         snapshot = self.host_copy.take(self.model, self.optimizer)
         self.last_time = time.monotonic()
-        self._write = write = _Write(content.folder, step, self.last_time - started)
-        self.stalls.append(write.stall_seconds)
-        # The thread is a daemon, so that a process that ends does not wait for a disk.
-        threading.Thread(target=self._work, args=(write, content, snapshot), name="checkpoint", daemon=True).start()
+        self.stalls.append(self.last_time - started)
+        result = threads.begin(partial(self._work, content, snapshot), "checkpoint")
+        self._write = _Write(folder, step, self.stalls[-1], result)
 
     def wait(self, at_most_seconds: float | None = None, goes_on: bool = True) -> str | None:
         """Wait for the thread, if there is one, and record the outcome in the journal and the log.
@@ -130,10 +127,10 @@ class CheckpointThread:
             with suppress(NotYet):  # signals are handled between two waits
                 write.result.result(POLL_SECONDS)
         self._write = None
-        error = write.result.result()
+        error, seconds = write.result.result()
         if error is None:
-            self.write_seconds.append(write.seconds)
-            self.journal.checkpoint(write.step, write.folder, write.stall_seconds, write.seconds)
+            self.write_seconds.append(seconds)
+            self.journal.checkpoint(write.step, write.folder, write.stall_seconds, seconds)
         else:
             self.num_failed += 1
             if self.processes.is_main:
@@ -160,20 +157,20 @@ class CheckpointThread:
             "max_write_seconds": round(max(self.write_seconds, default=0.0), 3),
         }
 
-    def _work(self, write: _Write, content: Checkpoint, snapshot: Snapshot) -> None:
-        """Write the checkpoint, and remove those that are not kept. Runs in the thread."""
-        try:
-            error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
-            if error is None and self.processes.is_main and content.folder.parent == self.content.folder:
-                self._remove_old(content)
-            # The threads end together. Otherwise the other ranks' main threads would wait for rank 0, which is still
-            # removing folders, in a collective with a time limit.
-            self.thread_processes.wait()
-        except BaseException as unexpected:
-            write.result.set_exception(unexpected)
-        else:
-            write.seconds = time.monotonic() - write.started
-            write.result.set_result(error)
+    def _work(self, content: Checkpoint, snapshot: Snapshot) -> tuple[str | None, float]:
+        """Write the checkpoint, and remove those that are not kept. Runs in the thread.
+
+        Returns:
+            What went wrong, or None, and how long this took.
+        """
+        started = time.monotonic()
+        error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
+        if error is None and self.processes.is_main and content.folder.parent == self.content.folder:
+            self._remove_old(content)
+        # The threads end together. Otherwise the other ranks' main threads would wait for rank 0, which is still
+        # removing folders, in a collective with a time limit.
+        self.thread_processes.wait()
+        return error, time.monotonic() - started
 
     def _remove_old(self, content: Checkpoint) -> None:
         """Remove checkpoints except the newest (`keep_last`) and those of the lowest evaluation loss (`keep_best`)."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from qlora_fsdp.common.errors import TrainingError
+from qlora_fsdp.common.text import list_some
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
-
-NUM_SHOWN = 10
 
 
 def check_gradients(model: TaskModel, step: int, is_first_update: bool, processes: Processes) -> None:
@@ -26,10 +25,9 @@ def check_gradients(model: TaskModel, step: int, is_first_update: bool, processe
     """
     problems = _find_problems(model, is_first_update, processes)
     if problems:
-        shown = "\n".join(f"  - {problem}" for problem in problems[:NUM_SHOWN])
         raise TrainingError(
             f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their "
-            f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
+            f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{list_some(problems)}"
         )
 
 

@@ -33,6 +33,7 @@ class PhasePeaks:
         allocated: most bytes that tensors held, by phase.
         reserved: most bytes that the allocator held, by phase.
         now: the phase that runs.
+        num_retries: how often the allocator found room only after it had given back what it keeps.
         fall_back: called before a forward pass when memory was short in several micro-batches in a row. Memory is
             short when the allocator finds room only after it has given back what it keeps. It waits for the GPU each
             time, and in the end the gaps between tensors may be too small for what comes.
@@ -43,7 +44,7 @@ class PhasePeaks:
     allocated: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     now: str = PHASES[0]
-    _num_retries: int = field(default=0, init=False)
+    num_retries: int = field(default=0, init=False)
     _num_retries_before: int = field(default=0, init=False)  # at the last forward pass
     _num_short: int = field(default=0, init=False)  # micro-batches in a row that were short of memory
 
@@ -54,8 +55,8 @@ class PhasePeaks:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         if phase == "forward" and self.fall_back is not None:
-            self._num_short = self._num_short + 1 if self._num_retries > self._num_retries_before else 0
-            self._num_retries_before = self._num_retries
+            self._num_short = self._num_short + 1 if self.num_retries > self._num_retries_before else 0
+            self._num_retries_before = self.num_retries
             if self._num_short == SHORT_IN_A_ROW:
                 self._num_short = 0
                 self.fall_back()
@@ -64,14 +65,9 @@ class PhasePeaks:
         """Record the peak of the phase that runs, up to now."""
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-            self._num_retries = int(stats["num_alloc_retries"])
+            self.num_retries = int(stats["num_alloc_retries"])
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.now] = max(peaks.get(self.now, 0), int(stats[key]["all"]["peak"]))
-
-    @property
-    def num_retries(self) -> int:
-        """How often the allocator found room only after it had given back what it keeps."""
-        return self._num_retries
 
     def peak_gib(self, *phases: str) -> float | None:
         """The highest of these phases' peaks of `allocated`; None on a CPU."""
@@ -87,7 +83,7 @@ class PhasePeaks:
         return {
             name: {phase: round(size / GIB, 3) for phase, size in peaks.items()}
             for name, peaks in (("tensors_gib", self.allocated), ("reserved_gib", self.reserved))
-        } | {"outside_gib": round(outside / GIB, 3), "num_alloc_retries": self._num_retries}
+        } | {"outside_gib": round(outside / GIB, 3), "num_alloc_retries": self.num_retries}
 
 
 def start_snapshot(device: torch.device) -> None:

@@ -40,11 +40,7 @@ class LocalAdamW(torch.optim.AdamW):
             return
         for param in params:
             if not self.state[param]:
-                self.state[param] = {
-                    "step": torch.zeros((), device=param.device),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+                self.state[param] = new_state(param)
         # The local tensors are looked up again when other parameters have gradients than in the step before, and when
         # a checkpoint was loaded, which replaces the state.
         whole = [value for param in params for value in (param, self.state[param]["exp_avg"])]
@@ -72,6 +68,15 @@ class LocalAdamW(torch.optim.AdamW):
             maximize=False,
             found_inf=is_skipped,
         )
+
+
+def new_state(param: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a parameter before its first step."""
+    return {
+        "step": torch.zeros((), device=param.device),
+        "exp_avg": torch.zeros_like(param),
+        "exp_avg_sq": torch.zeros_like(param),
+    }
 
 
 class LocalAdamW8bit(torch.optim.Optimizer):

@@ -28,7 +28,7 @@ from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, share_sequences
 from qlora_fsdp.model.base_files import describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
-from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
+from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops
 from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.saved_adapter import SavedAdapter
@@ -36,10 +36,10 @@ from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
-from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_shortage
+from qlora_fsdp.runtime.hardware import choose_dtype, dtype_name, find_machine, hold_to
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
-from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
+from qlora_fsdp.training.memory_use import PhasePeaks, start_snapshot
 from qlora_fsdp.training.start_adapter import assemble_for_training
 from qlora_fsdp.weights.quantized_cache import use_cache
 
@@ -108,25 +108,8 @@ def prepare(
             again if it still fits.
 
     Raises:
-        UserError: the model, the data, the settings or the hardware do not go together. It is a MemoryShortage if the
-            small model that is tried, or a cache that is written, finds no memory.
+        UserError: the model, the data, the settings or the hardware do not go together.
     """
-    try:
-        return _prepare(config, processes, folder, first_step, start, choices)
-    except RuntimeError as error:
-        if not is_shortage(error):
-            raise
-        raise explain_early_shortage(error, config.model.cache_quantized) from error
-
-
-def _prepare(
-    config: Config,
-    processes: Processes,
-    folder: Path,
-    first_step: int,
-    start: SavedAdapter | None,
-    choices: Mapping[str, Any],
-) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,18 +20,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.cache_folder import check_owner, find_cache
+from qlora_fsdp.common.cache_folder import find_cache
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.batch import collate, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.data.row_hashes import read_kept
 from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
-from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.shard import free_gathered
 from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.passes import place
 from qlora_fsdp.training.prepare import Prepared
@@ -92,7 +94,7 @@ def _find(prepared: Prepared, model: PreferenceLM, uses: list[Use], processes: P
     rows = uses[0].data.rows
     file = _cache_file(prepared, rows)
     # Nodes may have caches of their own, and all ranks must compute the same rows.
-    kept = _read(file, len(rows.num_targets), prepared.config.data.cache_folder) if processes.is_main else None
+    kept = _read(file, len(rows.num_targets), prepared.config.data) if processes.is_main else None
     found: Found = processes.share(kept)
     used = np.unique(np.concatenate([use.rows() for use in uses]))
     num_missing = int(np.isnan(found[used]).any(1).sum())
@@ -171,14 +173,11 @@ def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
     return find_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER) / f"reference-{name}.npy"
 
 
-def _read(file: Path | None, num_rows: int, typed_folder: str | None) -> Found:
+def _read(file: Path | None, num_rows: int, data: DataConfig) -> Found:
     """Read the values of a cache file; all are NaN if there is no such file, or one for other rows."""
-    with suppress(OSError, ValueError, EOFError):
-        if file is not None:
-            check_owner(file, typed_folder)
-            found = np.load(file, allow_pickle=False)
-            if found.shape == (num_rows, 2) and found.dtype == np.float32:
-                return np.asarray(found)
+    found = read_kept(file, data)
+    if found is not None and found.shape == (num_rows, 2) and found.dtype == np.float32:
+        return np.asarray(found, np.float32)
     return np.full((num_rows, 2), np.nan, dtype=np.float32)
 
 

@@ -30,12 +30,12 @@ from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, ope
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
-from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_shortage
+from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.checkpoint import verify_files
-from qlora_fsdp.training.memory_use import explain_shortage
+from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
@@ -94,7 +94,9 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.
         started = time.perf_counter()
-        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start, choices)
+        first_step = 0 if checkpoint is None else checkpoint.step
+        with _explained_early_shortage(config):
+            prepared = prepare(config, processes, folder, first_step, start, choices)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
@@ -137,6 +139,21 @@ def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary
         stop_processes()
         watch.stop()
         close_run_folder()
+
+
+@contextmanager
+def _explained_early_shortage(config: Config) -> Iterator[None]:
+    """A context for what comes before the plan: the small model that is tried, or a cache that is written.
+
+    Raises:
+        MemoryShortage: torch ran out of memory in it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        raise explain_early_shortage(error, config.model.cache_quantized) from error
 
 
 @contextmanager
@@ -231,6 +248,6 @@ def _write_results(config: Config, folder: Path, summary: RunSummary) -> None:
 def _complete(world: World, processes: Processes) -> World:
     """The world, completed by what only torch knows: the device, and whether it computes in bfloat16 and fp8."""
     cuda = processes.device.type == "cuda"
-    has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = has_bfloat16(processes.device)
     has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)
     return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16, has_fp8=has_fp8)

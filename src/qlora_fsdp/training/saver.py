@@ -16,17 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from torch import nn, optim
-
 from qlora_fsdp.common.errors import Interrupted
-from qlora_fsdp.config.schema import CheckpointConfig
-from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_state import checkpoint_folders
-from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, read_manifest
+from qlora_fsdp.training.checkpoint import load_checkpoint, read_manifest
 from qlora_fsdp.training.checkpoint_thread import CheckpointThread
-from qlora_fsdp.training.checkpoint_write import WriteAdapter
 from qlora_fsdp.training.rescue import save_adapter_elsewhere, save_checkpoint_elsewhere
 
 ERROR_SECONDS = 10.0  # how long a run that ends in an error waits for a checkpoint to be finished
@@ -49,31 +43,13 @@ class Saver:
     """Writes the checkpoints of a run. Used as a context, it waits for the last of them.
 
     Args:
-        config: when checkpoints are written, and how many are kept.
-        content: the manifest fields that all checkpoints of this run share. Each checkpoint replaces `step`, and
-            `folder`, which is run.folder/checkpoints here. `eval_losses` grows as the loop evaluates.
-        model: sharded.
-        optimizer: over the model's trainable parameters.
-        write_adapter: writes the adapter to a folder; called in a thread of rank 0.
-        processes: all ranks take part.
+        thread: writes them.
         watch: knows whether a signal has come to this rank, and which.
-        journal: records how long each checkpoint took.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        content: Checkpoint,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        write_adapter: WriteAdapter,
-        processes: Processes,
-        watch: Watch,
-        journal: Journal,
-    ) -> None:
-        self.config, self.content, self.model, self.optimizer = config, content, model, optimizer
-        self.write_adapter, self.processes, self.watch = write_adapter, processes, watch
-        self.thread = CheckpointThread(config, content, model, optimizer, write_adapter, processes, journal)
+    def __init__(self, thread: CheckpointThread, watch: Watch) -> None:
+        self.thread, self.watch = thread, watch
+        self.config, self.content, self.processes = thread.config, thread.content, thread.processes
 
     def __enter__(self) -> Saver:
         return self
@@ -161,7 +137,7 @@ class Saver:
         saved = save_checkpoint_elsewhere(_step_folder(own, step).name, own, num_bytes, write, processes)
         if saved is not None:
             return Saved(False, f"Step {step} can't be saved in {own}: {reason}. {saved}")
-        adapter = save_adapter_elsewhere(own, self.model, self.write_adapter, processes) or ""
+        adapter = save_adapter_elsewhere(own, self.thread.model, self.thread.write_adapter, processes) or ""
         kept = self.thread.describe_kept()
         text = f"Step {step} can't be saved in {own}: {reason}. No other folder takes it. {kept} {adapter}"
         return Saved(False, processes.share(text.strip()))
@@ -177,7 +153,7 @@ class Saver:
         newest = self.processes.share(read_manifest(folders[-1]) if folders else None)
         if newest is None:
             return None
-        load_checkpoint(newest, self.model, self.optimizer, self.processes)
+        load_checkpoint(newest, self.thread.model, self.thread.optimizer, self.processes)
         return int(newest.step)
 
 

@@ -23,6 +23,7 @@ from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.captured import make_passes
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint
+from qlora_fsdp.training.checkpoint_thread import CheckpointThread
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
@@ -69,7 +70,8 @@ def train_adapter(
 
     journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
     content = _checkpoint_content(prepared, config, processes, folder, result)
-    saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
+    thread = CheckpointThread(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, journal)
+    saver = Saver(thread, watch)
     bad_steps = _make_bad_steps(prepared, config, folder, journal, saver, result)
     trusted = config.model.trust_remote_code
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
@@ -93,7 +95,7 @@ def train_adapter(
         figures |= {"status": "finished"} | result.describe()
     finally:
         passes.close()
-        summary.trained(saver.thread.describe())
+        summary.trained(thread.describe())
         journal.close(figures)
     return result
 

@@ -14,11 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.text import list_some
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor, Stored, stored_tensors
-from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
+from qlora_fsdp.weights.safetensors_files import StoredTensor, same_bytes
 from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.stored_quantization import (
     books_problem,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor
 
@@ -106,7 +107,7 @@ def as_composed(stored: Stored) -> ComposedTensor:
 
 
 def _describe(stored: StoredTensor) -> str:
-    dtype = str(stored.dtype).removeprefix("torch.")
+    dtype = dtype_name(stored.dtype)
     if not isinstance(stored, ScaledTensor):
         return dtype
-    return f"{dtype} with {stored.scales_per_row} scales of {str(stored.scales.dtype).removeprefix('torch.')} a row"
+    return f"{dtype} with {stored.scales_per_row} scales of {dtype_name(stored.scales.dtype)} a row"

@@ -17,6 +17,7 @@ from torch import Tensor
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.row_reader import Sink, Span
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor, read_dequantized
@@ -107,7 +108,7 @@ def _not_finite(stored: StoredTensor, dtype: torch.dtype, num_others: int) -> Ch
 def _count_bad(stored: StoredTensor, dtype: torch.dtype) -> tuple[int, str]:
     """Count values that are not finite; the text says so if they are finite in the file and not in `dtype`."""
     num_bad = _count(stored, torch.float32 if isinstance(stored, ScaledTensor) else stored.dtype)
-    return (num_bad, "") if num_bad else (_count(stored, dtype), f" in {str(dtype).removeprefix('torch.')}")
+    return (num_bad, "") if num_bad else (_count(stored, dtype), f" in {dtype_name(dtype)}")
 
 
 def _count(stored: StoredTensor, dtype: torch.dtype) -> int:

@@ -20,9 +20,10 @@ from transformers.core_model_loading import (
 )
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.text import list_some
 from qlora_fsdp.weights.composed import ComposedTensor, Stored, turn_packed
 from qlora_fsdp.weights.convert_rows import RowConversions
-from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some
+from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.stored_quantization import INT8_STATE, QUANT_STATE
 
 Sources = dict[str, list[StoredTensor]]  # by the pattern of the conversion that they belong to

@@ -22,7 +22,7 @@ import torch
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.sizes import PIECE_BYTES
-from qlora_fsdp.common.text import shorten
+from qlora_fsdp.common.text import list_some, shorten
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -36,8 +36,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-MAX_LISTED = 8
-MAX_SHOWN = 400  # characters of an item in a list
 MAX_DIMS = 64  # of a tensor, as torch has it
 MAX_HEADER_BYTES = 100_000_000  # as the format's own library has it
 SAMPLE_BYTES = 64  # of each tensor, which a fingerprint looks at
@@ -61,14 +59,6 @@ class StoredTensor:
     def row_bytes(self) -> int:
         """Bytes of a row, which is what varies along the last dim, or an element of a vector."""
         return (self.shape[-1] if len(self.shape) > 1 else 1) * self.dtype.itemsize
-
-
-def list_some(items: list[str]) -> str:
-    """The items, one per line; the tail of a long list is given as a count."""
-    lines = [f"  - {shorten(item, MAX_SHOWN)}" for item in items[:MAX_LISTED]]
-    if len(items) > MAX_LISTED:
-        lines.append(f"  - and {len(items) - MAX_LISTED} more")
-    return "\n".join(lines)
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

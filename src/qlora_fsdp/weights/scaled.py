@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some
+from qlora_fsdp.common.text import list_some
+from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # By the quant_method of a config's quantization_config: how the names of values end, and those of their scales.
 ENDINGS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
