@@ -21,11 +21,11 @@ from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_e
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy, MixUntil
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.answers import check_judged, wrap_answers
-from qlora_fsdp.data.chat_markers import check_end_token, check_markers
 from qlora_fsdp.data.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
 from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, repeat_rows
+from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.row_hashes import hash_rows
 from qlora_fsdp.data.sequences import (
@@ -83,7 +83,7 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = [*check_markers(tokenizer, config), *check_end_token(tokenizer, config)]
+    notes = note_mistakes(tokenizer, config)
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_sources(config), tokenizer, processes)
     prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)

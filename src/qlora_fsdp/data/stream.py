@@ -24,8 +24,8 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.chat_markers import check_end_token, check_markers
 from qlora_fsdp.data.kept_windows import KeptWindows
+from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, failing_together, prepare_held_out
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
@@ -163,7 +163,7 @@ def open_stream(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = [*check_markers(tokenizer, config), *check_end_token(tokenizer, config)]
+    notes = note_mistakes(tokenizer, config)
     with failing_together(processes):
         sources = [find_source(path, config.data, config.task) for path in training_paths(config.data)]
     _check_same(sources, processes)
