@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -162,6 +163,20 @@ def test_a_tokenizer_that_can_not_write_a_marker(tmp_path: Path):
     with pytest.raises(DataError, match=r"markers that this tokenizer can't write: <\|im_start\|>, <\|im_end\|>"):
         check_markers(words, config)
     assert not check_markers(words, Config(data=DataConfig(chat_template="chatml", format=DataFormat.text)))
+
+
+@pytest.mark.parametrize("name", ["table.jsonl", "table.parquet"])
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_columns_that_are_not_used_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, streaming: str
+):
+    row, file = {"text": "a", "id": 1}, tmp_path / name
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps(row))
+    _, out, _ = show(tmp_path, capsys, f"data.path={file}", f"data.streaming={streaming}", "training.max_steps=1")
+    assert "columns that are not used: id" in out
 
 
 def test_a_tokenizer_without_an_end_token_is_told() -> None:

@@ -7,8 +7,7 @@ is streamed (data.streaming) is opened by `stream.py` instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -37,6 +36,7 @@ from qlora_fsdp.data.sequences import (
     TrainingData,
     make_sequences,
 )
+from qlora_fsdp.data.together import check_same_counts, failing_together
 from qlora_fsdp.data.tokenize_source import load_source, tokenize_source
 from qlora_fsdp.runtime.processes import Processes
 
@@ -87,7 +87,7 @@ def prepare_data(
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_sources(config), tokenizer, processes)
     prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)
-    _check_same(prepared.report, processes)
+    check_same_counts(prepared.report, processes)
     return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
@@ -102,25 +102,6 @@ def prepare_held_out(
     rows, _ = load_source(path, own, tokenizer, vocab_size)
     settings = SequenceSettings.of(config, tokenizer)
     return make_sequences(rows, np.arange(len(rows.lengths)), settings)
-
-
-@contextmanager
-def failing_together(processes: Processes) -> Iterator[None]:
-    """Around work of single ranks: if it fails on one, all raise. Every rank enters this, and it waits for all of them.
-
-    Raises:
-        DataError: another rank failed. If this rank failed, its own exception is raised instead.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    text = processes.first_error(None if failure is None else str(failure) or repr(failure))
-    if failure is not None:
-        raise failure
-    if text is not None:
-        raise DataError(text)
 
 
 def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:
@@ -169,27 +150,6 @@ def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Pro
     with failing_together(processes):
         prepared = open_data() if processes.is_local_main else None
     return prepared or open_data()
-
-
-def _check_same(report: DataReport, processes: Processes) -> None:
-    """Compares what the ranks have read: hosts may have other files under the same names.
-
-    Raises:
-        DataError: it differs; the same on every rank.
-    """
-    counts = (report.num_rows, report.num_tokens, report.num_target_tokens, report.num_eval_target_tokens)
-    first, *others = processes.gather(counts)
-    for rank, found in enumerate(others, start=1):
-        if found != first:
-            raise DataError(
-                f"The data of rank {rank} is not rank 0's: {_show_counts(found)}, and there {_show_counts(first)}. "
-                "Copy the same files to every host, or set data.path and data.eval_path to a folder that all share."
-            )
-
-
-def _show_counts(counts: tuple[int, int, int, int]) -> str:
-    num_rows, num_tokens, num_targets, num_held_out = counts
-    return f"{num_rows:,} rows of {num_tokens:,} tokens, {num_targets:,} of them trained on, {num_held_out:,} held out"
 
 
 def _open(
