@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +165,13 @@ def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_p
     assert len(saved) == len(set(saved)) == len(list(out.glob("*.safetensors"))) > 3  # none was written twice
     assert read_headers(out).keys() and load_merged(out).isfinite().all()
     assert merge.main([*arguments, "base=dequantized"]) == 2
+    assert "holds another merge. Set out to a new folder" in capsys.readouterr().err
+
+    louder = tmp_path / "louder"
+    shutil.copytree(adapters["llama"], louder)
+    config = json.loads((louder / "adapter_config.json").read_text())
+    (louder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+    assert merge.main([f"adapter={louder}", f"out={out}"]) == 2
     assert "holds another merge. Set out to a new folder" in capsys.readouterr().err
 
 

@@ -11,6 +11,8 @@ import pytest
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
 from qlora_fsdp.config.schema import ModelConfig
 from qlora_fsdp.data.run_data import prepare_data
+from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.stream import open_stream
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
@@ -19,6 +21,7 @@ from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed
+STREAMED = ["data.streaming=true", "data.buffer_rows=8", "training.max_steps=1"]
 
 
 def find_on_each(folders: list[Path]) -> str:
@@ -88,15 +91,19 @@ def test_other_settings_on_another_node_are_refused_on_both(on_rank_1: list[str]
     assert all(text in errors[0] for text in told)
 
 
-def read_on_each(files: list[Path], cache: Path) -> str:
+def read_on_each(files: list[Path], cache: Path, settings: list[str]) -> str:
     """Read this rank's own file, as the first of its node; what went wrong."""
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    config = load_config(["model=tiny", f"data.path={files[rank]}", f"data.cache_folder={cache}"])
+    own = [f"data.path={files[rank]}", f"data.cache_folder={cache}"]
+    config = load_config(["model=tiny", *own, *(text.replace("FILE", str(files[rank])) for text in settings)])
     Meeting.new_port()
     processes = start_processes(20, use_cpu=True)
     try:
-        prepare_data(config, byte_tokenizer(), processes, 320)
+        if config.data.streaming:
+            open_stream(config, byte_tokenizer(), BatchSplit(1, 2, 2, 1, 2), processes, None, 0, 320)
+        else:
+            prepare_data(config, byte_tokenizer(), processes, 320)
         return "the same"
     except DataError as error:
         return str(error)
@@ -104,10 +111,19 @@ def read_on_each(files: list[Path], cache: Path) -> str:
         stop_processes()
 
 
-def test_other_data_on_another_node_is_refused_on_both(tmp_path: Path):
-    files = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], "The data of rank 1 is not rank 0's: 3 rows of "),
+        (STREAMED, "has other files on rank 1 than on rank 0: rows.jsonl."),
+        ([*STREAMED, "data.path=SHARED", "data.eval_path=FILE"], "The data of rank 1 is not rank 0's: 8 rows of "),
+    ],
+)
+def test_other_data_on_another_node_is_refused_on_both(tmp_path: Path, settings: list[str], told: str):
+    files = [tmp_path / "0" / "rows.jsonl", tmp_path / "1" / "rows.jsonl"]
     for file, words in zip(files, (["a", "b"], ["a", "b", "c"]), strict=True):
+        file.parent.mkdir()
         file.write_text("".join(f'{{"prompt": "say ", "completion": "{word}"}}\n' for word in words))
-    errors = run_ranks(2, read_on_each, files, tmp_path / "cache", timeout_seconds=120)
-    assert errors[0] == errors[1]
-    assert "The data of rank 1 is not rank 0's: 3 rows of " in errors[0]
+    settings = [text.replace("SHARED", str(files[1])) for text in settings]
+    errors = run_ranks(2, read_on_each, files, tmp_path / "cache", settings, timeout_seconds=120)
+    assert errors[0] == errors[1] and told in errors[0]

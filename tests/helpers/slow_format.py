@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import LossOn
+from qlora_fsdp.data.calls import write_calls
 from qlora_fsdp.data.chat_template import Span, has_generation_marks
 from qlora_fsdp.data.format import FormattedRow
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
@@ -34,6 +35,7 @@ def slow_format(
     if loss_on is LossOn.completion:
         _check_answers(messages, trained)
     messages = [{key: value for key, value in message.items() if key not in TRAIN_KEYS} for message in messages]
+    messages = write_calls(messages, template, tokenizer)
 
     def render(messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
         special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
@@ -71,6 +73,11 @@ def slow_format(
         )
 
     text, _ = render(messages)
+    for number, message in enumerate(messages):  # words of a call that the template leaves out, and not in a prefix
+        silent = {"role": message["role"], "content": "", "tool_calls": message.get("tool_calls")}
+        without = [*messages[:number], silent, *messages[number + 1 :]]
+        if silent["tool_calls"] and render(without)[0] == text:
+            messages = without
     spans = []
     for number, is_target in enumerate(trained):
         if not is_target:

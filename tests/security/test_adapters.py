@@ -250,6 +250,27 @@ def test_files_that_are_no_json(adapter: Adapter, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "values",
+    [{"repetition_penalty": "x"}, {"repetition_penalty": -1}, {"eos_token_id": 1.5}, {"eos_token_id": True}],
+)
+def test_generation_settings_of_a_wrong_type(adapter: Adapter, values: dict[str, Any]) -> None:
+    (adapter.base / "generation_config.json").write_text(json.dumps(values))
+    [(key, value)] = values.items()
+    assert f"base/generation_config.json sets {key} to {json.dumps(value)}, which" in adapter.refusal()
+
+
+def test_generation_settings_that_transformers_refuses(adapter: Adapter) -> None:
+    (adapter.base / "generation_config.json").write_text('{"bad_words_ids": "x"}')
+    assert "base/generation_config.json: `bad_words_ids` has to be" in adapter.refusal()
+
+
+def test_stop_strings_of_the_model_files(adapter: Adapter) -> None:
+    (adapter.base / "generation_config.json").write_text('{"stop_strings": ["END"]}')
+    code, shown = adapter.use()
+    assert code == 0, shown
+
+
+@pytest.mark.parametrize(
     "ids", [[3 * 10**7], [-1], ["a"], [1.5], [True], 7, {"embed_tokens": 3}, [4 * 10**12], [10**30]]
 )
 def test_rows_of_new_tokens_are_those_of_the_file(adapter: Adapter, ids: Any) -> None:

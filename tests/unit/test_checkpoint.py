@@ -261,7 +261,7 @@ def test_harmless_changes_are_listed():
 @pytest.mark.parametrize(
     ("change", "was"),
     [
-        ("lora.r=8", "16"),
+        ("lora.lora_alpha=8", "32.0"),
         ("quant.bnb_4bit_use_double_quant=false", "true"),
         ("training.learning_rate=0.001", "0.0002"),
         ("training.max_steps=10", "9"),
@@ -277,6 +277,20 @@ def test_harmful_changes_are_refused_unless_allowed(change: str, was: str):
     (problem,) = raised.value.problems
     assert problem.what.startswith(f"{key}=") and f"was {was} when" in problem.reason
     assert any(key in text for text in changes([], [change, f"checkpoint.allow_changes=[{key}]"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "was"),
+    [("lora.r=8", "16"), ("lora.target_modules=[q_proj]", "all-linear"), ("optim=adamw_8bit", "adamw")],
+)
+def test_what_changes_the_saved_tensors_can_not_be_allowed(change: str, was: str):
+    key = {"optim": "optim.name"}.get(change.split("=")[0], change.split("=")[0])
+    for allowed in ([], [f"checkpoint.allow_changes=[{key}]"]):
+        with pytest.raises(ConfigError) as raised:
+            changes([], [change, *allowed])
+        (problem,) = raised.value.problems
+        assert "fits nothing else" in problem.reason
+        assert problem.fix == f"Set {key}={was}, or checkpoint.resume=none to start anew."
 
 
 def test_other_base_under_the_same_path_is_refused(tmp_path: Path):

@@ -163,16 +163,55 @@ def test_calls_without_words_are_trained_on_as_by_the_marks_of_trl(
     assert found[0] == found[1] and len(found[0]) == 4
 
 
-def test_earlier_answers_of_gpt_oss_are_trained_on_as_by_the_marks_of_trl():
+def trained_parts_of_gpt_oss(messages: list[dict[str, Any]], tools: Any) -> list[list[str]]:
+    """What is trained on by the model's own template, and by TRL's with marks."""
     tokenizer, found = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig()), []
     markers = ["<|start|>", "<|end|>", "<|return|>", "<|message|>", "<|channel|>", "<|call|>"]
     tokenizer.add_tokens(markers, special_tokens=True)
-    messages = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
     for name in ("gptoss", "gptoss_training"):
         tokenizer.chat_template = MODELS[name]
-        text, spans = format_messages(messages, None, LossOn.completion, tokenizer)
+        text, spans = format_messages(messages, tools, LossOn.completion, tokenizer)
         found.append([text[start:end].removeprefix("<|start|>assistant") for start, end in spans])
+    return found
+
+
+def test_earlier_answers_of_gpt_oss_are_trained_on_as_by_the_marks_of_trl():
+    messages = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
+    found = trained_parts_of_gpt_oss(messages, None)
     assert found[0] == found[1] and len(found[0]) == 3
+
+
+@pytest.mark.parametrize("said", [{"content": "Let me see."}, {"thinking": "Is it so?"}])
+@pytest.mark.parametrize("ends", ["with an answer", "with a question", "with a call"])
+def test_calls_whose_words_gpt_oss_leaves_out_are_trained_on_as_by_the_marks_of_trl(said: dict[str, str], ends: str):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    step = [{"role": "assistant", "tool_calls": [call], **said}, {"role": "tool", "content": "5"}]
+    messages = [{"role": "user", "content": "hi"}, *step, *step, {"role": "assistant", "content": "done"}]
+    question = [{"role": "user", "content": "next"}]
+    messages += {"with an answer": [], "with a question": question, "with a call": [*question, *step]}[ends]
+    found = trained_parts_of_gpt_oss(messages, TOOLS)
+    assert found[0] == found[1] and len(found[0]) == (4 if ends == "with a call" else 3)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["qwen2_5", "qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gptoss_training", "deepseekv3", "deepseekv3_training"],
+)
+def test_arguments_of_calls_as_objects_and_as_text_are_the_same(template: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", MODELS[template])
+    texts = set()
+    for arguments in ({"x": "né"}, '{"x": "né"}'):
+        call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "5"},
+            {"role": "assistant", "content": "done"},
+        ]
+        text, spans = format_messages(messages, TOOLS, LossOn.completion, TOKENIZER)
+        assert len(spans) == 2 and "né" in text and "\\" not in text[slice(*spans[0])]
+        texts.add(text)
+    assert len(texts) == 1
 
 
 def agent_trace(num_calls: int) -> list[dict[str, Any]]:

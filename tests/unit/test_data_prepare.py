@@ -616,6 +616,38 @@ def test_objects_of_tables_have_the_fields_of_their_own_row(tmp_path):
     assert [json.loads(row)["messages"] for _, row in iterate_rows(hub)] == [row["messages"] for row in rows]
 
 
+PICTURE = {"bytes": b"that no library can decode", "path": None}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "hub", "streamed from the hub"])
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("images", [["a.png"], [], None]), ("image", ["a.png", "", None]), ("images", [[PICTURE], [], None])],
+)
+def test_rows_with_images_are_left_out_of_tables_too(
+    tmp_path: Path, run: Callable[..., PreparedData], monkeypatch: pytest.MonkeyPatch, name: str, key: str, values: Any
+):
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    rows = [{"messages": messages, key: value} for value in values]
+    table = pa.Table.from_pylist(rows)
+    if name == "a.jsonl":
+        write_lines(tmp_path / name, *json.loads(json.dumps(rows, default=str)))
+    elif name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    elif name == "a.arrow":
+        pa.feather.write_feather(table, str(tmp_path / name))
+    hub = datasets.Dataset(table)
+    if values[0] == [PICTURE]:
+        hub = hub.cast_column(key, datasets.List(datasets.Image()))
+    hub = hub.to_iterable_dataset() if name.startswith("streamed") else hub
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
+    path = tmp_path / name if name.startswith("a.") else "org/name"
+    report = run(path, chat_template="chatml", max_length=128, deduplicate=False).report.sources[0]
+    assert report.num_used_rows == 2 and report.unused == ()
+    [problem] = report.problems
+    assert f"the row has {key}, and training is on text alone" in str(problem)
+
+
 def test_patterns_and_lists_of_paths(tmp_path, run, monkeypatch):
     (tmp_path / "part").mkdir()
     for name in ("a.jsonl", "b.jsonl", "part/c.jsonl", "part/d[1].jsonl"):

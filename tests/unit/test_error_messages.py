@@ -97,6 +97,21 @@ def test_an_error_is_shown_though_torchrun_gets_no_report(
     assert "Did you mean lora.r?" in capsys.readouterr().err
 
 
+def test_torchruns_next_attempt_does_not_say_again_what_the_last_one_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shown = []
+    for attempt, setting in enumerate(["lora.r=0", "lora.r=0", "lora.r=-1"]):
+        file = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        assert train.main(["model=tiny", "data=random", setting]) == 2
+        assert "ConfigError" in json.loads(file.read_text())["message"]["message"]
+        shown.append(capsys.readouterr().err)
+    assert "lora.r=0 must" in shown[0] and shown[1] == "" and "lora.r=-1 must" in shown[2]
+
+
 def test_an_experts_tensor_that_is_lost_or_broken_or_quantized(tmp_path: Path):
     sizes = {**SIZES, "hidden_size": 64, "num_key_value_heads": 2, "moe_intermediate_size": 64, "head_dim": 32}
     config = AutoConfig.for_model("qwen3_moe", num_experts=12, **sizes)

@@ -248,6 +248,13 @@ def test_another_answer_is_cut_after_the_prompt_that_it_follows(tmp_path: Path) 
     assert data.rows.lengths.tolist() == [9, 9, 9]
 
 
+def test_counts_are_of_the_answers_and_not_of_the_room_for_others(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * n, "completion": "c" * n * n, "label": n > 2} for n in range(1, 6)]
+    prepared = prepare(tmp_path, rows, loss="kto")
+    num_tokens = sum(len(tokens) for n in range(len(prepared.train)) for tokens, _ in prepared.train.rows_of(n))
+    assert prepared.report.num_tokens == num_tokens < prepared.train.lengths.sum()
+
+
 def test_another_answer_is_never_one_of_the_same_prompt(tmp_path: Path) -> None:
     """The two answers of a pair follow one another; the second one's prompt once got the first one's answer."""
     data = prepare(tmp_path, [text_row(name, f"+{name}", f"-{name}") for name in ("p", "q")], loss="kto").train

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,8 +16,10 @@ from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.data.chat_markers import check_end_token, check_markers, instruct_name
+from qlora_fsdp.data.notes import check_prompt
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
+MODEL_TEMPLATES = Path(__file__).parents[1] / "helpers" / "model_templates"
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello!"}]},
     {"prompt": "2+2=", "completion": "4"},
@@ -162,6 +165,20 @@ def test_a_tokenizer_that_can_not_write_a_marker(tmp_path: Path):
     assert not check_markers(words, Config(data=DataConfig(chat_template="chatml", format=DataFormat.text)))
 
 
+@pytest.mark.parametrize("name", ["table.jsonl", "table.parquet"])
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_columns_that_are_not_used_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, streaming: str
+):
+    row, file = {"text": "a", "id": 1}, tmp_path / name
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps(row))
+    _, out, _ = show(tmp_path, capsys, f"data.path={file}", f"data.streaming={streaming}", "training.max_steps=1")
+    assert "columns that are not used: id" in out
+
+
 def test_a_tokenizer_without_an_end_token_is_told() -> None:
     tokenizer = byte_tokenizer()
     assert check_end_token(tokenizer, Config()) == []
@@ -170,3 +187,26 @@ def test_a_tokenizer_without_an_end_token_is_told() -> None:
     assert "has no end token" in note and "eos_token" in note
     assert check_end_token(tokenizer, Config(data=DataConfig(format=DataFormat.messages))) == []
     assert check_end_token(tokenizer, Config(task=TaskConfig(TaskName.sequence_classification))) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "told"),
+    [
+        ("deepseek_r1_distill", "Hello!", 'writes the first answer of the data as "<\uff5cAssistant\uff5c>Hello!'),
+        ("deepseek_r1_distill", "<think>\nhm\n</think>\n\nHello!", "without its thoughts"),
+        ("deepseek_r1_distill_training", "<think>\nhm\n</think>\n\nHello!", None),
+        ("qwen3", "Hello!", None),
+    ],
+)
+def test_answers_that_do_not_begin_as_the_prompt_for_them_are_told(
+    tmp_path: Path, template: str, answer: str, told: str | None
+):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (MODEL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [ROWS[0]["messages"][0], {"role": "assistant", "content": answer}]}))
+    notes = check_prompt(tokenizer, Config(data=DataConfig(path=str(file))))
+    assert len(notes) == (told is not None)
+    assert told is None or (told in notes[0] and '"<\uff5cAssistant\uff5c><think>\\n"' in notes[0])
+    file.write_text(json.dumps(ROWS[1]))
+    assert check_prompt(tokenizer, Config(data=DataConfig(path=str(file)))) == []

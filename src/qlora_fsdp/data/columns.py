@@ -15,11 +15,13 @@ REQUIRED_KEYS = {
     DataFormat.text: ("text",),
 }
 
+NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # what messages refer to
+
 # Keys that a row of the form may have besides.
 MORE_KEYS = {
-    DataFormat.messages: ("system", "tools"),
-    DataFormat.sharegpt: ("system", "tools"),
-    DataFormat.prompt_completion: ("system", "tools"),
+    DataFormat.messages: ("system", "tools", *NOT_TEXT),
+    DataFormat.sharegpt: ("system", "tools", *NOT_TEXT),
+    DataFormat.prompt_completion: ("system", "tools", *NOT_TEXT),
     DataFormat.instruction: ("input", "history"),
 }
 TURN_KEYS = ("role", "content")  # of the messages in a row, which data.columns renames too

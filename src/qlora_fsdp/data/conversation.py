@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
+from qlora_fsdp.data.calls import write_calls
 from qlora_fsdp.data.chat_markers import explain_no_template
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts, has_generation_marks
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, called_name, is_trained
@@ -33,7 +34,7 @@ def format_messages(
     except ValueError as error:
         raise DataError(explain_no_template(tokenizer)) from error
     trained = [message["role"] == "assistant" and is_trained(message) for message in messages]
-    messages = [as_template_sees(message) for message in messages]
+    messages = write_calls([as_template_sees(message) for message in messages], template, tokenizer)
     if loss_on is LossOn.completion:
         _check_answers(messages, trained)
     conversation = Conversation(messages, tools, template, tokenizer)

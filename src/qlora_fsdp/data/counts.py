@@ -84,7 +84,7 @@ class ReadReport:
         skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
             tokens.
         repeated: which data sets a stream read over and over. It is not stored either.
-        unused: the columns that the first row, or the table, has besides those that are used. Not told of a stream.
+        unused: the columns that the first row, or the table, has besides those that are used.
     """
 
     path: str

@@ -1,8 +1,9 @@
-"""The form of a run's rows. It is saved with the adapter, so that later prompts are written in the same form."""
+"""The form of a run's rows, which is saved with the adapter, so that later prompts are written alike."""
 
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for
@@ -16,7 +17,13 @@ ROWS_LOOKED_AT = 100  # the first of them may be bad
 
 
 def find_form(config: Config) -> DataFormat | None:
-    """The form of the first usable training row, never `auto` or `sharegpt`.
+    """The form of the first usable training row, never `auto` or `sharegpt`; None as `find_first`."""
+    found = find_first(config)
+    return None if found is None else found[0]
+
+
+def find_first(config: Config) -> tuple[DataFormat, dict[str, Any]] | None:
+    """The first usable training row, with its form; of a preference, with the first of its answers.
 
     None for random tokens, for a classifier's rows, and where no row can be read.
     """
@@ -28,8 +35,9 @@ def find_form(config: Config) -> DataFormat | None:
         for _, raw in islice(iterate_rows(find_source(paths[0], data)), ROWS_LOOKED_AT):
             try:
                 if config.task.name is TaskName.preference:
-                    return read_answers(raw, config.has_pairs, data.columns)[0].form
-                return check_row(parse_row(raw), data.format, data.columns)[0]
+                    answer = read_answers(raw, config.has_pairs, data.columns)[0]
+                    return answer.form, answer.fields
+                return check_row(parse_row(raw), data.format, data.columns)
             except BadRow:
                 continue
     except DataError:  # the rows were tokenized before, and are not there any more

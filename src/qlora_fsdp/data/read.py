@@ -22,7 +22,7 @@ from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.columns import used_columns
+from qlora_fsdp.data.columns import NOT_TEXT, used_columns
 from qlora_fsdp.data.find_files import find_files
 from qlora_fsdp.data.labels import used_label_columns
 from qlora_fsdp.data.position import Position
@@ -33,6 +33,7 @@ from qlora_fsdp.data.row_files import (
     BROKEN,
     ChooseColumns,
     RawRow,
+    dump_table,
     dump_table_row,
     find_reader,
     known_suffixes,
@@ -219,10 +220,13 @@ def _iterate_hub(
 
     names = hub.column_names  # None of some streams
     # A copy, because a stream that has been told where to begin begins there each time.
-    hub = copy.copy(hub) if names is None else hub.select_columns(source.choose(names))
+    chosen = [] if names is None else source.choose(names)
+    hub = hub.select_columns(chosen) if chosen else copy.copy(hub)
+    if not set(NOT_TEXT).isdisjoint(chosen):
+        hub = hub.with_format("arrow")  # which decodes no image
     if position.hub is not None:
         hub.load_state_dict(position.hub)
     for number, row in enumerate(hub, start=position.number + 1):
         if isinstance(hub, IterableDataset):
             position.number, position.hub = number, hub.state_dict()
-        yield f"{source.path} row {number}", dump_table_row(row)
+        yield f"{source.path} row {number}", dump_table(row)[0] if isinstance(row, pa.Table) else dump_table_row(row)

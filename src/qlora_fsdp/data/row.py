@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.columns import REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
+from qlora_fsdp.data.columns import NOT_TEXT, REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
 
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
@@ -21,8 +21,6 @@ SAME_ANSWERS = "chosen and rejected are the same"
 TOO_LONG = "longer than training.max_length"
 
 TURN_HINT = "; data.columns={role: NAME, content: NAME} says which these are"
-
-NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # keys beside messages that refer to them
 
 SYSTEM = ("system", "developer")  # roles
 

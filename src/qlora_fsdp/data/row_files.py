@@ -22,9 +22,11 @@ from pathlib import PurePosixPath
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.columns import NOT_TEXT
 from qlora_fsdp.data.json_list import NotAList, read_list
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.row_file import RowFile
@@ -36,6 +38,7 @@ ChooseColumns = Callable[[Sequence[str]], list[str]]  # of the columns that a fi
 Reader = Callable[[RowFile, ChooseColumns, Unpacking, Position], Iterator[RawRow]]
 
 TEXT_SUFFIXES = (".txt", ".md")
+TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 BATCH_ROWS = 1000  # of Parquet and Arrow files, and of what is copied before it is tokenized
 # Of files that can't be read. ValueError and OverflowError: pyarrow has values that Python has not (the year 20,000).
 BROKEN = (
@@ -72,6 +75,24 @@ def dump_row(row: Any) -> bytes:
         return json.dumps(row, ensure_ascii=False, default=_as_text).encode("utf-8", errors="surrogateescape")
     except UnicodeEncodeError:  # half of a character is written as its escape, for the check as well
         return json.dumps(row, default=_as_text).encode("ascii")
+
+
+def dump_table(table: pa.Table) -> list[bytes]:
+    """The rows of a table as raw rows. Of images and the like there is only whether a row has any."""
+    for number, name in enumerate(table.column_names):
+        if name in NOT_TEXT:
+            table = table.set_column(number, name, _are_there(table.column(name)))
+    return [dump_table_row(row) for row in table.to_pylist()]
+
+
+def _are_there(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Whether each value of a column is there, and no empty list or text."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0)
+    if any(is_kind(kind) for is_kind in TEXTS):
+        return pc.greater(pc.fill_null(pc.binary_length(column), 0), 0)
+    return column.is_valid()
 
 
 def dump_table_row(row: dict[str, Any]) -> bytes:
@@ -232,7 +253,7 @@ def _read_batches(
         nonlocal number
         rest = batch.slice(min(len(batch), max(0, position.start - number)))
         number += len(batch) - len(rest)
-        return [dump_table_row(row) for row in rest.to_pylist()]
+        return dump_table(pa.Table.from_batches([rest]))
 
     while (rows := unpacking.take(batches, dump_rows)) is not None:
         if rows:

@@ -7,8 +7,7 @@ is streamed (data.streaming) is opened by `stream.py` instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -21,11 +20,11 @@ from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_e
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy, MixUntil
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.answers import check_judged, wrap_answers
-from qlora_fsdp.data.chat_markers import check_end_token, check_markers
 from qlora_fsdp.data.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
-from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, repeat_rows
+from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, count_tokens, repeat_rows
+from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.row_hashes import hash_rows
 from qlora_fsdp.data.sequences import (
@@ -37,6 +36,7 @@ from qlora_fsdp.data.sequences import (
     TrainingData,
     make_sequences,
 )
+from qlora_fsdp.data.together import check_same_counts, failing_together
 from qlora_fsdp.data.tokenize_source import load_source, tokenize_source
 from qlora_fsdp.runtime.processes import Processes
 
@@ -83,11 +83,11 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = [*check_markers(tokenizer, config), *check_end_token(tokenizer, config)]
+    notes = note_mistakes(tokenizer, config)
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_sources(config), tokenizer, processes)
     prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)
-    _check_same(prepared.report, processes)
+    check_same_counts(prepared.report, processes)
     return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
@@ -104,28 +104,9 @@ def prepare_held_out(
     return make_sequences(rows, np.arange(len(rows.lengths)), settings)
 
 
-@contextmanager
-def failing_together(processes: Processes) -> Iterator[None]:
-    """Around work of single ranks: if it fails on one, all raise. Every rank enters this, and it waits for all of them.
-
-    Raises:
-        DataError: another rank failed. If this rank failed, its own exception is raised instead.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    text = processes.first_error(None if failure is None else str(failure) or repr(failure))
-    if failure is not None:
-        raise failure
-    if text is not None:
-        raise DataError(text)
-
-
 def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:
     """The counts of prepared data, for its report. `sources` are the reports of reading, one per data set."""
-    num_tokens = int(train.lengths.sum())
+    num_tokens = int(count_tokens(train.rows)[train.row_ids].sum())
     return DataReport(
         sources=tuple(sources),
         num_sequences=len(train),
@@ -169,27 +150,6 @@ def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Pro
     with failing_together(processes):
         prepared = open_data() if processes.is_local_main else None
     return prepared or open_data()
-
-
-def _check_same(report: DataReport, processes: Processes) -> None:
-    """Compares what the ranks have read: hosts may have other files under the same names.
-
-    Raises:
-        DataError: it differs; the same on every rank.
-    """
-    counts = (report.num_rows, report.num_tokens, report.num_target_tokens, report.num_eval_target_tokens)
-    first, *others = processes.gather(counts)
-    for rank, found in enumerate(others, start=1):
-        if found != first:
-            raise DataError(
-                f"The data of rank {rank} is not rank 0's: {_show_counts(found)}, and there {_show_counts(first)}. "
-                "Copy the same files to every host, or set data.path and data.eval_path to a folder that all share."
-            )
-
-
-def _show_counts(counts: tuple[int, int, int, int]) -> str:
-    num_rows, num_tokens, num_targets, num_held_out = counts
-    return f"{num_rows:,} rows of {num_tokens:,} tokens, {num_targets:,} of them trained on, {num_held_out:,} held out"
 
 
 def _open(
@@ -269,7 +229,8 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
         DataError: an epoch would have more than `MAX_ROWS` rows.
     """
     weights = {path: own.weight for path, own in mixed_sets(data).items()}
-    lengths = [float(rows.lengths[ids].mean()) for ids in parts]
+    row_tokens = count_tokens(rows)
+    lengths = [float(row_tokens[ids].mean()) for ids in parts]
     if data.mix_by is MixBy.tokens:  # what has longer rows needs fewer of them
         weights = {path: weight / length for (path, weight), length in zip(weights.items(), lengths, strict=True)}
     num_rows = [len(ids) for ids in parts]
@@ -282,7 +243,7 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
             f"{MAX_ROWS:,} can be listed. Set weights that are nearer to one another, or {fix}."
         )
     used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
-    num_tokens = [int(rows.lengths[ids].sum()) for ids in used]
+    num_tokens = [int(row_tokens[ids].sum()) for ids in used]
     shares = [
         MixPart(path, len(ids), count, count / sum(counts), tokens / sum(num_tokens))
         for path, ids, count, tokens in zip(weights, parts, counts, num_tokens, strict=True)

@@ -20,18 +20,19 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common import threads
-from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.chat_markers import check_end_token, check_markers
 from qlora_fsdp.data.kept_windows import KeptWindows
+from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Source, find_source, training_paths
-from qlora_fsdp.data.run_data import PreparedData, count_data, failing_together, prepare_held_out
+from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.together import check_same_counts, check_same_files, failing_together
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, row_tokenizer
+from qlora_fsdp.data.unused_columns import look_for_unused
 from qlora_fsdp.data.window_maker import WindowMaker
 from qlora_fsdp.data.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.workers import Workers, num_cores
@@ -164,10 +165,12 @@ def open_stream(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = [*check_markers(tokenizer, config), *check_end_token(tokenizer, config)]
+    notes = note_mistakes(tokenizer, config)
     with failing_together(processes):
         sources = [find_source(path, config.data, config.task) for path in training_paths(config.data)]
-    _check_same(sources, processes)
+        # Rank 0 alone says it.
+        unused = [name for s in sources if processes.is_main for name in look_for_unused(s, config.data.columns)]
+    check_same_files(sources, processes)
     # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
     key = processes.share(_key(config, tokenizer, sources) if processes.is_main else None)
     start, kept, note = None, None, None
@@ -190,21 +193,9 @@ def open_stream(
         whole = replace(config, data=replace(config.data, streaming=False))
         held_out = prepare_held_out(whole, tokenizer, processes, vocab_size)
     window = stream.first_window
-    report = count_data([window.report], window.sequences, held_out)
+    report = count_data([replace(window.report, unused=tuple(dict.fromkeys(unused)))], window.sequences, held_out)
+    check_same_counts(report, processes)
     return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows, notes=tuple(notes)))
-
-
-def _check_same(sources: Sequence[Source], processes: Processes) -> None:
-    """Refuses data that has other files on one host than on another: each rank reads some of them for all ranks."""
-    named = processes.gather([[file.name for file in source.files] for source in sources])
-    for rank, lists in enumerate(named):
-        for source, own, first in zip(sources, lists, named[0], strict=True):
-            if own != first:
-                name = min(set(own) ^ set(first), default="another order")
-                raise DataError(
-                    f"{source.path} has other files on rank {rank} than on rank 0: {name}. Streamed data must be the"
-                    " same on every host. Set data.path or data.mix to a shared folder, or copy it again."
-                )
 
 
 def _window_maker(

@@ -21,23 +21,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.calls import ANSWER, ASSISTANT, CALL, NEXT_USER, SYSTEM, TOOLS, USER, WORD, Message, write_calls
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_words
 from qlora_fsdp.data.row import BadRow
 
-Message = dict[str, Any]
 FindTurn = Callable[[Conversation, str, int], Span | None]
 
-WORD = "word"
 MAX_PIECES = 16  # of markup in one message
-# Nine letters and digits, because Mistral's templates refuse other ids.
-CALL: Message = {"type": "function", "id": "abcde1234", "function": {"name": "f", "arguments": {"x": WORD}}}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": WORD, "parameters": {"type": "object"}}}]
-# What they say differs, because templates look for a message among others.
-SYSTEM: Message = {"role": "system", "content": "rules"}
-USER: Message = {"role": "user", "content": "question"}
-NEXT_USER: Message = {"role": "user", "content": "next"}
-ASSISTANT: Message = {"role": "assistant", "content": "reply"}
-ANSWER: Message = {"role": "tool", "name": "f", "content": "result"}
 
 
 @dataclass(frozen=True)
@@ -131,9 +121,10 @@ def _learn(
     find_turn: FindTurn,
 ) -> Edges | None:
     """Find the text around turn `number` of a small conversation, `example`; None if it can't be found."""
-    conversation = Conversation(json.loads(example), TOOLS if has_tools else None, template, tokenizer)
+    messages = write_calls(json.loads(example), template, tokenizer)
+    conversation = Conversation(messages, TOOLS if has_tools else None, template, tokenizer)
     try:
-        text, trace = conversation.render(conversation.messages), conversation.trace()
+        text, trace = conversation.render(messages), conversation.trace()
         span, part = find_turn(conversation, text, number), trace.parts.get(number)
     except DataError:
         raise

@@ -9,6 +9,8 @@ text came from which message: by what the template writes around turns of their 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,8 @@ def find_turns(conversation: Conversation, text: str, trace: Trace | None, train
     if trace is not None:
         spans = find_by_kind(conversation, trace, turns, find_turn)
         spans |= _find_alike(conversation, trace, [number for number in turns if number not in spans])
+    if len(spans) < len(turns):
+        conversation = _without_dropped(conversation, text, trace)
     for number in turns:
         span = spans.get(number) or find_turn(conversation, text, number)
         if span is None:
@@ -41,6 +45,25 @@ def find_turns(conversation: Conversation, text: str, trace: Trace | None, train
             )
         spans[number] = span
     return [spans[number] for number in turns]
+
+
+def _without_dropped(conversation: Conversation, text: str, trace: Trace | None) -> Conversation:
+    """The conversation without the words of those calls of tools of which the template writes the call alone.
+
+    gpt-oss's does where an answer follows, and would write them in the conversation up to the call.
+    """
+    parts = {} if trace is None else trace.parts
+    for number, message in enumerate(conversation.messages):
+        silent = {"role": message["role"], "content": "", "tool_calls": message.get("tool_calls")}
+        part = text[slice(*parts.get(number, (0, 0)))]
+        said = [value for key, value in message.items() if key not in silent or key == "content"]
+        if not silent["tool_calls"] or all(str(value).strip() in part for value in said):
+            continue
+        messages = conversation.replace(number, silent)
+        with suppress(BadRow):  # it does not know an empty content
+            if conversation.render(messages) == text:
+                conversation = replace(conversation, messages=messages)
+    return conversation
 
 
 def _find_alike(conversation: Conversation, trace: Trace, turns: list[int]) -> dict[int, Span]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.columns import MAX_KEYS, MORE_KEYS, rename
 from qlora_fsdp.data.parse import parse_row
-from qlora_fsdp.data.read import Source
+from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row import BadRow
 
 TEXTS = ("prompt", "completion", "chosen", "rejected")
@@ -45,3 +45,14 @@ def find_unused(raw: bytes, source: Source, dropped: Sequence[str], columns: Map
         chosen = [key for key in chosen if key not in of_messages or not row[key]]
     unused = [*dropped, *(key for key in row if key not in chosen)]
     return (*unused[:MAX_KEYS], *(["..."] if len(unused) > MAX_KEYS else []))
+
+
+def look_for_unused(source: Source, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """The same of a source that is streamed, from its first row.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    dropped: dict[str, None] = {}
+    _, raw = next(iterate_rows(note_dropped(source, dropped)), ("", b""))
+    return find_unused(raw, source, list(dropped), columns)

@@ -31,10 +31,10 @@ from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.read import Source
 from qlora_fsdp.data.row_files import RawRow
-from qlora_fsdp.data.run_data import failing_together
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
 from qlora_fsdp.data.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
 from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.together import failing_together
 from qlora_fsdp.data.windows import Place, Window, WindowRows
 from qlora_fsdp.data.workers import MapBatches
 from qlora_fsdp.runtime.processes import Processes

@@ -13,8 +13,8 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.decoding.completer import Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
+from qlora_fsdp.inference.generation_file import blaming_file, generation_config
 from qlora_fsdp.inference.prompts import pad_left
-from qlora_fsdp.inference.trained import generation_config
 from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.shard import bypassing_root
@@ -113,12 +113,13 @@ def run_transformers(
 ) -> Tensor:
     """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
     base: Any = trained.model.base
-    with bypassing_root(trained.model) as is_sharded:
+    with bypassing_root(trained.model) as is_sharded, blaming_file(trained, generation):
         output: Tensor = base.generate(
             input_ids.to(processes.device),
             attention_mask=attention_mask.to(processes.device),
             generation_config=generation,
             synced_gpus=is_sharded,
+            tokenizer=trained.tokenizer,  # in which it looks for a generation config's stop_strings
             **options,
         )
     return output.cpu()

@@ -33,7 +33,7 @@ from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import STOCK_BATCH_SIZE, make_completer
-from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.inference.generation_file import blaming_file, generation_config
 from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.causal_lm import CausalLM
@@ -97,7 +97,8 @@ class ModelInStep:
 
     def _generate(self, **options: Any) -> Any:
         config = generation_config(self.trained)
-        return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
+        with blaming_file(self.trained, config):
+            return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
 
     def _agree(self, work: Work) -> Work:
         """Agree on what the ranks compute next: the highest of what they ask for."""

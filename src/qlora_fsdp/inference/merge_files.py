@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
@@ -44,6 +44,8 @@ from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
+# What an adapter's matrices are multiplied by follows from these settings of its adapter_config.json.
+SCALING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 NO_CHANGE = Change(Path(), {})
 
 
@@ -83,9 +85,11 @@ def merging_to(out: Path) -> Iterator[None]:
 
 def _open_folder(merge: Merge) -> None:
     """Make the folder, or take one in which the same merge was cut off."""
+    lora = read_adapter_config(merge.adapter, "adapter")
     record = {
         "base": str(merge.trained.files.folder),
         "adapter": digest_file(merge.adapter / ADAPTER_WEIGHTS),
+        "scaling": {key: lora.get(key) for key in SCALING},
         "dequantized": merge.dequantized,
         "quantize": merge.quantize,
     }

@@ -13,6 +13,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.data.calls import write_calls
 from qlora_fsdp.data.chat_template import check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees, check_row
@@ -115,6 +116,7 @@ def chat_tokens(
     row = add_system_prompt(row, system) if system else row
     messages, tools = [as_template_sees(message) for message in row["messages"]], row["tools"]
     try:
+        messages = write_calls(messages, tokenizer.get_chat_template(tools=tools), tokenizer)
         with limited_rendering():
             text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)

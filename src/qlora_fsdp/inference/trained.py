@@ -7,9 +7,8 @@ from pathlib import Path
 
 import peft
 import torch
-from transformers import GenerationConfig
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError
+from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter_config import read_lora
 from qlora_fsdp.config.schema import Config, TaskConfig
@@ -18,6 +17,7 @@ from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
 from qlora_fsdp.decoding.sampling import why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
+from qlora_fsdp.inference.generation_file import generation_config
 from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
@@ -162,25 +162,6 @@ def _can_spread(trained: AssembledModel, config: Config, processes: Processes) -
     if reason is not None:
         log.info(f"Model: its layers are not spread over ranks: {reason}")
     return reason is None
-
-
-def generation_config(trained: AssembledModel) -> GenerationConfig:
-    """The generation_config.json of the model files, with the tokenizer's end and padding where it has none.
-
-    Raises:
-        CheckpointError: the file can't be read.
-    """
-    folder = trained.files.folder
-    has_own = folder is not None and (folder / "generation_config.json").is_file()
-    try:
-        config = GenerationConfig.from_pretrained(str(folder)) if has_own else GenerationConfig()
-        torch.tensor(config.eos_token_id or [], dtype=torch.int64)  # one id, or several
-    except Exception as error:  # the file may hold anything
-        raise CheckpointError(f"{folder}/generation_config.json can't be read: {error}. Copy it again.") from error
-    if config.eos_token_id is None:
-        config.eos_token_id = trained.tokenizer.eos_token_id
-    config.pad_token_id = trained.tokenizer.pad_token_id
-    return config
 
 
 def num_positions(trained: AssembledModel) -> int | None:

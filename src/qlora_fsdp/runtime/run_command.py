@@ -159,16 +159,26 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cp
 
 def show_error(error: UserError) -> None:
     """Prints what ends this process, unless a rank has done so, and leaves the reason for torchrun's report."""
-    if not error.is_shown:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error.is_shown and not (file is not None and _ended_before(Path(file), error)):
         # The processes have not met. As a rule, a node's first rank finds the same error, and its end ends the others.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_error(error)
         else:
             time.sleep(FIRST_RANK_SECONDS)
             print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
         message = f"{type(error).__name__}: {printable(first_line(error))}"
-        report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        more = {"timestamp": int(time.time()), "text": str(error)}
         with suppress(OSError):  # the disk may be full; the error itself has been printed
-            Path(file).write_text(json.dumps(report))
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
+
+
+def _ended_before(report: Path, error: UserError) -> bool:
+    """Whether this rank's attempt before (torchrun's --max_restarts) has ended with the same error: it says so once."""
+    try:
+        number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        before = report.parents[1].with_name(f"attempt_{number - 1}") / report.parent.name / report.name
+        return bool(json.loads(before.read_text())["message"]["extraInfo"]["text"] == str(error))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

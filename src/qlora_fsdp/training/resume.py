@@ -21,6 +21,11 @@ from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_mani
 SLICES = "distributed.context_parallel"
 OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan
 WHOLE_OR_SPLIT = (ShardingStrategy.NO_SHARD.value, ShardingStrategy.FULL_SHARD.value)
+# What is saved has other tensors, or tensors of other shapes, where these differ.
+FIXED = (
+    *("lora.r", "lora.rank_pattern", "lora.target_modules", "lora.exclude_modules", "lora.experts"),
+    *("lora.modules_to_save", "lora.use_dora", "optim.name"),
+)
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
@@ -92,18 +97,22 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     """Allowed differences from the run that wrote the checkpoint, each as `new (was old)`.
 
     Raises:
-        ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it.
+        ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it or can't allow it.
     """
     is_8bit = config.optim.name is Optimizer.adamw_8bit
     changes, problems = [], []
     for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
         was = printable(show("", old)[1:])
-        if (is_harmless(key) and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
+        is_allowed = key in config.checkpoint.allow_changes and key not in FIXED
+        if is_allowed or (is_harmless(key) and not (is_8bit and key in SHARDS)):
             is_choice = key in (*OPEN, SLICES) and show("", value) == f"={AUTO}"  # the user need not have changed it
             changes.append(f"{f'{key} chosen anew' if is_choice else show(key, value)} (was {was})")
         else:
             reason = f"was {was} when {checkpoint.folder} was written: it would be another run."
             fix = f"Set {key}={was}, or checkpoint.allow_changes=[{key}], or checkpoint.resume=none to start anew."
+            if key in FIXED:
+                reason = f"was {was} when {checkpoint.folder} was written, and what is saved there fits nothing else."
+                fix = f"Set {key}={was}, or checkpoint.resume=none to start anew."
             problems.append(Problem(show(key, value), reason, fix))
     if num_ranks != checkpoint.num_ranks:
         changes.append(f"{plural(num_ranks, 'rank')} (was {checkpoint.num_ranks})")

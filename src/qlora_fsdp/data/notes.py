@@ -1,0 +1,83 @@
+"""What is likely to be a mistake in how rows are written, though the run can go on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.config.data_sets import settings_for
+from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.data.calls import ASSISTANT, USER
+from qlora_fsdp.data.chat_markers import check_end_token, check_markers
+from qlora_fsdp.data.chat_template import Conversation
+from qlora_fsdp.data.form import find_first
+from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.data.row import BadRow, as_template_sees
+from qlora_fsdp.data.tokenizer import with_template
+
+MORE_LETTERS = 8  # of an answer are shown, after as many as the prompt for it has
+
+
+def note_mistakes(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+    """Notes about the training data.
+
+    Raises:
+        DataError: the tokenizer can't write a marker of the chat template.
+    """
+    return [*check_markers(tokenizer, config), *check_end_token(tokenizer, config), *check_prompt(tokenizer, config)]
+
+
+def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+    """Returns a note if answers do not begin as the template's prompt for an answer does, with which the model is used.
+
+    The template of DeepSeek-R1's distills opens a thought there, and writes answers without thoughts.
+    """
+    if tokenizer.chat_template is None or not config.task.is_causal or config.data.format is DataFormat.random:
+        return []
+    paths = training_paths(config.data)
+    tokenizer = with_template(tokenizer, settings_for(paths[0], config.data)) if paths else tokenizer
+    if _differ(tokenizer, [USER, ASSISTANT], None) is None:
+        return []  # as with nearly every template; no row need be read
+    form, row = find_first(config) or (None, {})
+    messages = [as_template_sees(message) for message in row.get("messages", [])] if form is DataFormat.messages else []
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    differing = _differ(tokenizer, messages[: answers[0] + 1], row.get("tools")) if answers else None
+    if differing is None:
+        return []
+    header, answer, whole = differing
+    thoughts = _find_thoughts(messages[answers[0]])
+    left_out = ", without its thoughts" if thoughts not in whole else ""
+    return [
+        f"the chat template's prompt for an answer is {_show(header)}, and it writes the first answer of the data as "
+        f"{_show(answer[: len(header) + MORE_LETTERS])}{left_out}. So chat, generate and servers ask for what is not "
+        "trained on. Set data.chat_template to a copy in which both begin alike; it is saved with the "
+        "adapter."
+    ]
+
+
+def _differ(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any
+) -> tuple[str, str, str] | None:
+    """The prompt for a last answer, what the template writes in its place, and the conversation; None: it begins so."""
+    conversation = Conversation(messages, tools, tokenizer.get_chat_template(tools=tools), tokenizer)
+    try:
+        prompt, text = conversation.render(messages[:-1], prompt=True), conversation.render(messages)
+        before = conversation.render(messages[:-1])
+    except BadRow:
+        return None
+    if text.startswith(prompt) or not (text.startswith(before) and prompt.startswith(before)):
+        return None
+    return prompt[len(before) :], text[len(before) :], text
+
+
+def _find_thoughts(message: dict[str, Any]) -> str:
+    """The thoughts of an answer, which stand in a field of their own or before its words; empty if it has none."""
+    field = next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if message.get(key)), None)
+    said = str(message.get("content")).rpartition("</think>")[0].rpartition("<think>")[2]
+    return str(field or said).strip()
+
+
+def _show(text: str) -> str:
+    return json.dumps(text[:80], ensure_ascii=False)
