@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.model import assemble, materialize
+from qlora_fsdp.model import assemble
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime import hardware
+from qlora_fsdp.sharding import materialize
 from qlora_fsdp.training import train_adapter
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch
 

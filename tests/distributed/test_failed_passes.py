@@ -1,4 +1,4 @@
-"""A pass that fails in the middle leaves no trace once FSDP is at rest (`model/rest.py`): on 2 ranks, to the bit.
+"""A pass that fails in the middle leaves no trace once FSDP is at rest (runtime/fsdp_state.py): on 2 ranks, to the bit.
 
 Where a CUDA graph is being recorded, nothing is computed, so that ranks which fail in different places have missed none
 of each other's collectives. On a CPU collectives that do nothing stand for that.
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.rest import rest
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime import rows as gathered_rows
+from qlora_fsdp.runtime.fsdp_state import rest
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.training.passes import EagerPasses
 from tests.helpers.failing import PLACES, Place, failing

@@ -28,12 +28,12 @@ from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles, make_config
-from qlora_fsdp.model.prove import prove_shards
-from qlora_fsdp.model.shard import place_model, shard_model
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime import rows as sharded_rows
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.sharding.prove import prove_shards
+from qlora_fsdp.sharding.shard import place_model, shard_model
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 from qlora_fsdp.training.optim import make_optimizer
 from tests.helpers.quick_config import load_config

@@ -17,9 +17,9 @@ from qlora_fsdp.config.schema import FsdpConfig, ModelConfig, QuantConfig, Quant
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLayer
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
-from qlora_fsdp.model.prove import prove_shards
-from qlora_fsdp.model.shard import place_model, shard_model
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.prove import prove_shards
+from qlora_fsdp.sharding.shard import place_model, shard_model
 from qlora_fsdp.weights import row_reader
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.model import share
-from qlora_fsdp.model.share import Shared
 from qlora_fsdp.runtime import hardware
+from qlora_fsdp.sharding import share
+from qlora_fsdp.sharding.share import Shared
 from tests.helpers.checkpoints import SHAPE
 from tests.helpers.runs import Trained, gathered_adapter, train_here
 

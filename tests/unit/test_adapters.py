@@ -19,7 +19,7 @@ from qlora_fsdp.model.adapters import apply_adapters, trainable_names
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
-from qlora_fsdp.model.shard import place_model
+from qlora_fsdp.sharding.shard import place_model
 
 DTYPE = torch.bfloat16
 

@@ -34,7 +34,7 @@ from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.decoding.trial import why_not_in_slots
-from qlora_fsdp.model.spread import bytes_of_fullest, share_layers, why_not_spread
+from qlora_fsdp.sharding.spread import bytes_of_fullest, share_layers, why_not_spread
 
 CPU = torch.device("cpu")
 VOCAB, ENDS = 100, [5, 6, 7, 8, 9]

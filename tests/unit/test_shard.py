@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
-from qlora_fsdp.model.shard import place_model
+from qlora_fsdp.sharding.shard import place_model
 
 
 def test_fsdp_is_used_where_something_is_split_or_in_host_memory():

@@ -37,9 +37,9 @@ from qlora_fsdp.inference.generation_file import blaming_file, generation_config
 from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
+from qlora_fsdp.sharding.shard import bypassing_root
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
 

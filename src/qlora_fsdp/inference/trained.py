@@ -22,15 +22,15 @@ from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
-from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
-from qlora_fsdp.model.spread import bytes_of_fullest, spread_layers, why_not_spread
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
+from qlora_fsdp.sharding.materialize import materialize
+from qlora_fsdp.sharding.spread import bytes_of_fullest, spread_layers, why_not_spread
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 WHOLE_SHARE = 0.6  # of a GPU's free memory that a whole model may take; the rest is for texts and what computing takes

@@ -1,7 +1,7 @@
 """Bytes of a model's parameters on one rank: what it holds all the time, and what FSDP gathers while layers run.
 
-FSDP2 splits the model into units (model/shard.py): each transformer layer, the embeddings, the head, and the root, to
-which everything else belongs. Between uses a rank holds one shard of each unit. To use a unit, FSDP2 gathers all its
+FSDP2 splits the model into units (sharding/shard.py): each transformer layer, the embeddings, the head, and the root,
+to which everything else belongs. Between uses a rank holds one shard of each unit. To use a unit, FSDP2 gathers all its
 shards into one flat buffer, copies that out into whole parameters, and frees the buffer.
 
 The embeddings and the head are called the ends of the model here.
@@ -32,8 +32,8 @@ class ModelBytes:
         tensors: all of these.
         shard: a rank's part of all tensors, by kind.
         gathered_layer: its bytes that FSDP gathers; 0 if FSDP takes no part.
-        code_buffers: bytes of whole codes, beyond the shard, which are never freed (model/peer_codes.py).
-        held_head: bytes of a whole head, beyond the shard, that every rank has all the time (model/peer_ends.py).
+        code_buffers: bytes of whole codes, beyond the shard, which are never freed (sharding/peer_codes.py).
+        held_head: bytes of a whole head, beyond the shard, that every rank has all the time (sharding/peer_ends.py).
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory.
@@ -138,7 +138,7 @@ class ModelBytes:
         if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
             return self.deferred_flat
         num_ahead = self.work.config.fsdp.forward_prefetch
-        # With offload, model/shard.py asks for a gather ahead only if there is more than one; FSDP2's own comes later.
+        # With offload, sharding/shard.py asks for a gather ahead only if there is more than one; FSDP2's own is later.
         num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0
         has_head = num_after < num_told and not self.is_gathered_by_model("head")
         next_layers = min(num_told, num_after) * self.flat(self.gathered_layer)

@@ -4,13 +4,13 @@ What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_sh
 2.13). It gathers a unit into a flat buffer and copies the parameters out of it (memory/model_bytes.py). How long the
 flat buffer lives depends on where the shards are:
 
-- Shards on the GPU are gathered asynchronously (model/shard.py). A unit's flat buffer is freed after the copy. By then
-  the flat buffer of the next unit exists, because that unit is gathered ahead.
+- Shards on the GPU are gathered asynchronously (sharding/shard.py). A unit's flat buffer is freed after the copy. By
+  then the flat buffer of the next unit exists, because that unit is gathered ahead.
 - Shards in host memory are gathered on streams of FSDP2's own. In forward a flat buffer lives on until the next unit
   has been gathered. A single shard needs no flat buffer: it is copied to the GPU.
-- Codes of layers that are read from the other GPUs (model/peer_codes.py) have buffers, which count as resident.
+- Codes of layers that are read from the other GPUs (sharding/peer_codes.py) have buffers, which count as resident.
 - Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
-  Where GPUs can read them from the others (model/peer_ends.py), embeddings are not gathered, and a head is resident.
+  Where GPUs can read them from the others (sharding/peer_ends.py), embeddings are not gathered, and a head is resident.
 - Without FSDP nothing is gathered, and gradients stay where backward makes them.
 """
 

@@ -60,7 +60,7 @@ class RunPlan:
         num_slices: ranks that share each sequence.
         sharding_strategy: how parameters are spread over the ranks.
         reshard_after_forward: whether layers are freed after their forward.
-        reads_peers: whether codes may be read from other GPUs (model/peer_codes.py).
+        reads_peers: whether codes may be read from other GPUs (sharding/peer_codes.py).
         fits: whether it fits, by the plan.
         lines: what to tell the user.
     """

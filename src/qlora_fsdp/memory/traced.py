@@ -126,7 +126,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model's parameters, and how it is cut into FSDP units (model/shard.py).
+    """A model's parameters, and how it is cut into FSDP units (sharding/shard.py).
 
     Attributes:
         kinds: the kinds of its transformer layers.

@@ -98,12 +98,12 @@ class Workload:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP takes part (model/shard.py). If not, nothing is gathered."""
+        """Whether FSDP takes part (sharding/shard.py). If not, nothing is gathered."""
         return self.config.fsdp.uses_fsdp(self.num_shards)
 
     @property
     def reads_peers(self) -> bool:
-        """Whether layers' codes are read from the other GPUs and not gathered by FSDP (model/peer_codes.py)."""
+        """Whether layers' codes are read from the other GPUs and not gathered by FSDP (sharding/peer_codes.py)."""
         is_possible = self.config.fsdp.may_read_peers(self.num_ranks, self.local_num_ranks)
         return self.is_cuda and self.can_read_peers and is_possible
 
@@ -113,7 +113,7 @@ class Workload:
         return sorted((tensor.num_rows * tensor.row_bytes for tensor in read), reverse=True)
 
     def reads_end(self, name: str) -> bool:
-        """Whether `embeddings` or `head` are read from the other GPUs (`model/peer_ends.py: ends_to_read`)."""
+        """Whether `embeddings` or `head` are read from the other GPUs (`sharding/peer_ends.py: ends_to_read`)."""
         if not self.reads_peers or name not in self.parts.gathered_by_model:
             return False
         if name == "head" and (self.reshards or self.config.quant.embeddings is EmbeddingStorage.int8):

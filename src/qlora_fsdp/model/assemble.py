@@ -1,7 +1,7 @@
 """Assemble a model on the meta device: find its files, build transformers' model, add adapters and a loss, rewire.
 
 Training and the commands that use an adapter assemble their models here, so that both compute with the same modules.
-What differs between them is an argument of `assemble`. `materialize.py` then gives the model its weights.
+What differs between them is an argument of `assemble`. `sharding/materialize.py` then gives the model its weights.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from qlora_fsdp.model.shard import free_gathered
+from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.rows import local_tensor
 
 

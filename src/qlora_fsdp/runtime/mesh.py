@@ -1,7 +1,7 @@
 """Groups of ranks that share each sequence (`distributed.context_parallel`).
 
-They stand beside FSDP's mesh (model/shard.py), which is over all ranks: parameters are split as if there were no such
-groups, and gradients are summed over all ranks, each of which has those of its own tokens.
+They stand beside FSDP's mesh (sharding/shard.py), which is over all ranks: parameters are split as if there were no
+such groups, and gradients are summed over all ranks, each of which has those of its own tokens.
 """
 
 from __future__ import annotations

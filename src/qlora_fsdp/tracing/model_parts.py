@@ -1,4 +1,4 @@
-"""A model's parameters as the memory plan counts them, by kind of layer and by FSDP unit (model/shard.py)."""
+"""A model's parameters as the memory plan counts them, by kind of layer and by FSDP unit (sharding/shard.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.layer_kinds import kind_of
-from qlora_fsdp.model.shard import embedding_and_head_units
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.sharding.shard import embedding_and_head_units
 
 
 def find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -44,9 +44,10 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
-from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
+from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.sharding.shard import set_gradient_sync
 from qlora_fsdp.training.batch_key import Key, with_room
 from qlora_fsdp.training.graphs import Graphs
 from qlora_fsdp.training.memory_use import PhasePeaks

@@ -31,8 +31,8 @@ from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
 from qlora_fsdp.model.preference import PreferenceLM
-from qlora_fsdp.model.shard import free_gathered
 from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.passes import place

@@ -21,7 +21,6 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
-from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
@@ -34,6 +33,7 @@ from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.sharding.materialize import materialize
 from qlora_fsdp.training.checkpoint import verify_files
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.training.prepare import Prepared, prepare

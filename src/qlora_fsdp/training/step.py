@@ -26,9 +26,10 @@ from torch import Tensor
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.experts import count_loads
 from qlora_fsdp.model.count import FlopCounter
-from qlora_fsdp.model.shard import free_gathered, sum_gradients
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.shard import sum_gradients
 from qlora_fsdp.training.batches import GlobalBatch
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import PhasePeaks

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.prove import Proof, prove_shards
-from qlora_fsdp.model.shard import place_model, shard_model
-from qlora_fsdp.model.share import share_frozen
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.prove import Proof, prove_shards
+from qlora_fsdp.sharding.shard import place_model, shard_model
+from qlora_fsdp.sharding.share import share_frozen
 from qlora_fsdp.weights.fill import fill
 
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.common.errors import ProofError
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.model.peer_ends import ReadRows, slice_rows
-from qlora_fsdp.model.shard import modules_of_unit
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
+from qlora_fsdp.sharding.peer_ends import ReadRows, slice_rows
+from qlora_fsdp.sharding.shard import modules_of_unit
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bring FSDP2 back to rest after a forward or backward that has failed in the middle.
+"""What FSDP2 keeps between passes: free what is still gathered, and bring it back to rest after a pass that has failed.
 
 FSDP2 keeps what it is doing in its own objects: which units are gathered, which gathers and sums are under way, in what
 order units ran. A pass that ends by itself leaves them at rest. One that raises leaves them in the middle of a layer,
@@ -19,6 +19,18 @@ from torch.distributed.fsdp import FSDPModule
 from qlora_fsdp.runtime.peers import copy_stream
 
 STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what is still gathered after passes without a backward.
+
+    Normally backward frees the root and the layers that stay gathered after forward. Without a backward they stay
+    gathered until this call. While a unit is gathered, its modules hold other Parameters than the optimizer does, in
+    memory that FSDP may free at any time.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def rest(model: nn.Module) -> None:

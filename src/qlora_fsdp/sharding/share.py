@@ -27,13 +27,13 @@ from qlora_fsdp.common.sizes import round_up
 from qlora_fsdp.common.text import first_line, show_bytes
 from qlora_fsdp.config.schema import FsdpConfig
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.model.peer_codes import PeerCodes
-from qlora_fsdp.model.peer_ends import PeerEnds, ends_to_read
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.peers import Place, can_read_peers, share_memory
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import shard_group
+from qlora_fsdp.sharding.peer_codes import PeerCodes
+from qlora_fsdp.sharding.peer_ends import PeerEnds, ends_to_read
 
 ALIGNMENT = 512  # bytes, as torch's allocator aligns
 log = logging.getLogger("qlora_fsdp")

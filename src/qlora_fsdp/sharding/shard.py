@@ -46,6 +46,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.task_model import TaskModel, are_tied
+from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -153,18 +154,6 @@ def bypassing_root(model: nn.Module, trains: bool = False) -> Iterator[bool]:
     with torch.inference_mode(not is_sharded and not trains), torch.no_grad():
         yield is_sharded
     free_gathered(model)
-
-
-def free_gathered(model: nn.Module) -> None:
-    """Free what is still gathered after passes without a backward.
-
-    Normally backward frees the root and the layers that stay gathered after forward. Without a backward they stay
-    gathered until this call. While a unit is gathered, its modules hold other Parameters than the optimizer does, in
-    memory that FSDP may free at any time.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
