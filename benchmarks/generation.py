@@ -40,7 +40,7 @@ from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.inference.completions import make_completer
 from qlora_fsdp.inference.trained import WHOLE_SHARE, load_trained
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import run_command
 

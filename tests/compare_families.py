@@ -37,9 +37,9 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from qlora_fsdp.common.errors import UserError
-from qlora_fsdp.model.attention_by_starts import BY_STARTS
-from qlora_fsdp.model.miniature import miniature
-from qlora_fsdp.model.row_trial import RowTrial
+from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS
+from qlora_fsdp.model.trials.miniature import miniature
+from qlora_fsdp.model.trials.row_trial import RowTrial
 from tests.helpers import shared as shared  # how this process computes
 from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE, write_checkpoint
 from tests.helpers.plain_varlen import cpu_with_varlen

@@ -2,8 +2,8 @@
 
     python -m tests.packing_table [FAMILY ...]
 
-The verdict is that of a run (model/row_trial.py), on a config of real size. It is compared with a plain check by stock
-transformers on another small model. Ends with 1 if they differ. No part of CI, which compares some of them
+The verdict is that of a run (model/trials/row_trial.py), on a config of real size. It is compared with a plain check
+by stock transformers on another small model. Ends with 1 if they differ. No part of CI, which compares some of them
 (tests/unit/test_packing.py).
 """
 
@@ -13,8 +13,8 @@ import logging
 import sys
 import time
 
-from qlora_fsdp.model.attention_by_starts import BY_STARTS
-from qlora_fsdp.model.row_trial import RowTrial
+from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS
+from qlora_fsdp.model.trials.row_trial import RowTrial
 from tests.helpers.packed import SMALL, packed_rows_stay_apart, real_config
 
 

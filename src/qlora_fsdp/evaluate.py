@@ -108,8 +108,8 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.data.run_data import prepare_data
         from qlora_fsdp.data.split import split_batches
         from qlora_fsdp.inference.trained import load_trained
-        from qlora_fsdp.model.classifier import Classifier
         from qlora_fsdp.model.positions import check_positions
+        from qlora_fsdp.model.tasks.classifier import Classifier
         from qlora_fsdp.training.evaluate import evaluate
         from qlora_fsdp.training.memory_use import PhasePeaks
         from qlora_fsdp.training.passes import EagerPasses

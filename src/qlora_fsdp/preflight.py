@@ -179,7 +179,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     """
     if config.is_padded:
         return config, []
-    from qlora_fsdp.model.packing import decide_packing, why_not_packed
+    from qlora_fsdp.model.trials.packing import decide_packing, why_not_packed
 
     config, notes = decide_packing(config, model, why_not_packed(config, model, config.model.attn_implementation.value))
     return config, [f"Note: {note}" for note in notes]

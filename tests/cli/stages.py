@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from qlora_fsdp.data.tokenize import RowTokenizer
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.sharding import materialize
 from qlora_fsdp.training import checkpoint_thread, run, train_adapter
 from qlora_fsdp.training.saver import Saver

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.model import assemble
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime import hardware
 from qlora_fsdp.sharding import materialize

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.model import save_adapter
+from qlora_fsdp.model.adapters import save as save_adapter
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint

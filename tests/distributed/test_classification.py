@@ -19,7 +19,7 @@ from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.build import AUTO_CLASSES
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.shard import bypassing_root
 from qlora_fsdp.weights.safetensors_files import read_headers

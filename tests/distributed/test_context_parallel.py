@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.layers.sliced_attention import slice_attention
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
+from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training import step

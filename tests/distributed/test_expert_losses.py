@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime import rows as gathered_rows
 from qlora_fsdp.runtime.fsdp_state import rest
 from qlora_fsdp.runtime.rows import local_tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.common.errors import ProofError
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.run_state import LOG_FILE
 from qlora_fsdp.runtime.peers import PeerTable
 from qlora_fsdp.runtime.processes import Processes

@@ -28,7 +28,7 @@ from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles, make_config
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime import rows as sharded_rows
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.runtime.rows import local_tensor

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from qlora_fsdp.common.errors import TrainingError
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.training.bad_steps import BadSteps
 from tests.helpers.failing import PLACES, Place, failing
 from tests.helpers.preferences import write_pairs

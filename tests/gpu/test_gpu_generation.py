@@ -16,7 +16,7 @@ from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.layers.decode_linear import DecodeLayers, product_with_codes
 from qlora_fsdp.layers.quantized_format import Format
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.fused import make_parts
 from tests.helpers.ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock, stock_losses

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 
 # Which of two layers fails: the first before its forward, while the second is being gathered; the second before its
 # backward, while the first is; the second behind its backward, when its gradients are not summed over ranks yet.

@@ -15,10 +15,10 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.adapters import apply_adapters, trainable_names
+from qlora_fsdp.model.adapters.apply import apply_adapters, trainable_names
+from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
-from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.sharding.shard import place_model
 
 DTYPE = torch.bfloat16

@@ -21,7 +21,7 @@ from qlora_fsdp.layers import flash_attention_4 as flash_4
 from qlora_fsdp.layers.attention import VARLEN, varlen_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.find import make_config
-from qlora_fsdp.model.row_trial import RowTrial
+from qlora_fsdp.model.trials.row_trial import RowTrial
 from qlora_fsdp.tracing.model_tracer import trace_config
 
 HEADS, KEY_HEADS, SIZE, LENGTH = 8, 2, 16, 24

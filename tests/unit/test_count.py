@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.schema import LoraConfig, QuantConfig
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.count import count_bytes, count_flops
 from qlora_fsdp.model.find import ModelFiles

@@ -22,7 +22,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, DeviceError, 
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.inference.merge_files import merge_files
 from qlora_fsdp.inference.merge_weights import Merge
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage

@@ -37,10 +37,10 @@ from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_row
 from qlora_fsdp.layers.experts import count_loads, expert_weight_names, experts_forward
 from qlora_fsdp.layers.llama4_experts import compute_chosen_experts
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.experts import expert_weights, find_routers
-from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
 
 NUM_EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 6, 64, 32, 13, 2
 SMALL: dict[str, Any] = {

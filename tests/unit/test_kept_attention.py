@@ -19,7 +19,7 @@ from qlora_fsdp.layers.attention import VARLEN, varlen_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED, register_stand_ins
+from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED, register_stand_ins
 
 KEEPING = (Policy.attention, Policy.offload_attention)
 STARTS = torch.tensor([0, 10, 32, 64], dtype=torch.int32)  # of rows, in two sequences of 32 tokens

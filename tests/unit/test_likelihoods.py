@@ -12,7 +12,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.decoding import likelihoods
 from qlora_fsdp.decoding.likelihoods import Scorer, Text, find_rows
 from qlora_fsdp.layers.head_loss import LogitTransform
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 
 
 def texts() -> list[Text]:

@@ -39,11 +39,11 @@ from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
-from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.find import ModelFiles, make_config
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.host_memory import available_bytes
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 from qlora_fsdp.training.memory_use import SHORT_IN_A_ROW, PhasePeaks

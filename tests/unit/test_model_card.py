@@ -9,7 +9,7 @@ import yaml
 
 from qlora_fsdp.common.hub_names import hub_name
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.model.model_card import CardData, CardFacts, code, fence, make_card, read_license
+from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, make_card, read_license
 
 FACTS = CardFacts(
     base="org/base-1b",

@@ -28,14 +28,14 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.layers.head_loss import LogitTransform
-from qlora_fsdp.model import miniature as small_configs
-from qlora_fsdp.model import packing
-from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
-from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.miniature import miniature
-from qlora_fsdp.model.packing import Traits
-from qlora_fsdp.model.row_trial import RowTrial
-from qlora_fsdp.model.slices import check_slices, whole_attention
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
+from qlora_fsdp.model.trials import miniature as small_configs
+from qlora_fsdp.model.trials import packing
+from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.trials.miniature import miniature
+from qlora_fsdp.model.trials.packing import Traits
+from qlora_fsdp.model.trials.row_trial import RowTrial
+from qlora_fsdp.model.trials.slices import check_slices, whole_attention
 
 LONG = 2**20  # tokens of a sequence, so that every window is reached
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 60, "long_factor": [2.0] * 60}

@@ -16,7 +16,7 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.model import save_adapter
+from qlora_fsdp.model.adapters import save as save_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in

@@ -30,12 +30,12 @@ from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
-from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles, make_config
-from qlora_fsdp.model.miniature import miniature
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.model.trials.miniature import miniature
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.live_bytes import LiveBytes
 from qlora_fsdp.tracing.meta_batch import batch_on_meta

@@ -1,7 +1,7 @@
 """What this program knows about families of models; whatever treats them differently reads it here.
 
 A family that is missing here still trains, with norms and residuals computed one by one. Whether rows are packed is no
-matter of families (model/packing.py tries it), nor is the memory plan (tracing/).
+matter of families (model/trials/packing.py tries it), nor is the memory plan (tracing/).
 """
 
 from __future__ import annotations

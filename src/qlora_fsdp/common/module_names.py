@@ -1,7 +1,7 @@
 """Which modules a setting names, by the rules of the libraries that the settings come from.
 
-PEFT applies these rules to a model. `model/adapters.py` looks for names that fit nothing. Unit tests compare every
-function here with the library's own.
+PEFT applies these rules to a model. `model/adapters/apply.py` looks for names that fit nothing. Unit tests compare
+every function here with the library's own.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.slot_attention import Step, running
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 
 CALL_TOKENS = 16_384  # tokens of one call, padding included
 ROW_TOKENS = 4096  # of a question and its answers, at most, unless it is one text

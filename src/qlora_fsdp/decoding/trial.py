@@ -1,9 +1,9 @@
 """Prove on a small model that texts in slots get the logits that stock transformers gives them, or say why not.
 
 A model may keep more of its past than keys and values, or ask more of its attention than layers/slot_attention.py
-knows. Neither need be an error. So a small model of its own class (model/miniature.py) reads the beginnings of a few
-rows into slots that have held other texts, and goes on step by step, in float32 on the CPU. All logits must be those
-of eager attention over one whole row at a time.
+knows. Neither need be an error. So a small model of its own class (model/trials/miniature.py) reads the beginnings of a
+few rows into slots that have held other texts, and goes on step by step, in float32 on the CPU. All logits must be
+those of eager attention over one whole row at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.slot_attention import Step, running
-from qlora_fsdp.model.miniature import VOCAB
-from qlora_fsdp.model.row_trial import CPU, RowTrial
+from qlora_fsdp.model.trials.miniature import VOCAB
+from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
 
 TOLERANCE = 1e-4  # of the largest logit; rows whose past is wrong differ by a hundredth and more
 LENGTH = 32  # longer than the rows that are tried, and than the small model's windows

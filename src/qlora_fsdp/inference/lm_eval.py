@@ -36,7 +36,7 @@ from qlora_fsdp.inference.completions import STOCK_BATCH_SIZE, make_completer
 from qlora_fsdp.inference.generation_file import blaming_file, generation_config
 from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.sharding.shard import bypassing_root

@@ -32,7 +32,7 @@ from qlora_fsdp.inference.merge_weights import (
     takes_codes,
 )
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.adapters import base_linears
+from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.rope import write_rope
 from qlora_fsdp.runtime.hardware import dtype_name

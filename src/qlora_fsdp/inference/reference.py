@@ -18,10 +18,10 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.start_adapter import SETTING, typed_folder
 from qlora_fsdp.data.tokenizer import add_tokens, find_tokenizer
+from qlora_fsdp.model.adapters.initialize import initialize_adapters
+from qlora_fsdp.model.adapters.saved import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.initialize_adapters import initialize_adapters
-from qlora_fsdp.model.preference import PreferenceLM
-from qlora_fsdp.model.saved_adapter import SavedAdapter
+from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.records.run_state import START_FOLDER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log

@@ -19,11 +19,11 @@ from qlora_fsdp.decoding.sampling import why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.generation_file import generation_config
 from qlora_fsdp.inference.reference import Reference
+from qlora_fsdp.model.adapters.initialize import initialize_adapters
+from qlora_fsdp.model.adapters.saved import NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
-from qlora_fsdp.model.initialize_adapters import initialize_adapters
-from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.hardware import dtype_name

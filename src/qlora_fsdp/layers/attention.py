@@ -43,7 +43,7 @@ def choose_attention(
         dtype: the dtype of queries, keys and values.
         is_causal: whether tokens see only what comes before them, and so never the padding at the end.
         why_not_by_starts: why kernels that are told where rows start would not compute what this model defines; None if
-            they would (model/packing.py).
+            they would (model/trials/packing.py).
         deterministic: `training.deterministic`: gradients are added in one order.
 
     Returns:

@@ -187,7 +187,7 @@ class ModelBytes:
         return not self.work.reshards and not self.is_frozen(name)
 
     def is_gathered_by_model(self, name: str) -> bool:
-        """Whether the model gathers an end by itself (model/causal_lm.py), without FSDP."""
+        """Whether the model gathers an end by itself (model/tasks/causal_lm.py), without FSDP."""
         return name in self.parts.gathered_by_model
 
     def trained(self, name: str) -> int:

@@ -9,8 +9,9 @@ flat buffer lives depends on where the shards are:
 - Shards in host memory are gathered on streams of FSDP2's own. In forward a flat buffer lives on until the next unit
   has been gathered. A single shard needs no flat buffer: it is copied to the GPU.
 - Codes of layers that are read from the other GPUs (sharding/peer_codes.py) have buffers, which count as resident.
-- Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
-  Where GPUs can read them from the others (sharding/peer_ends.py), embeddings are not gathered, and a head is resident.
+- Frozen embeddings and a frozen head are gathered by the model (model/tasks/causal_lm.py), not by FSDP, into one buffer
+  each. Where GPUs can read them from the others (sharding/peer_ends.py), embeddings are not gathered, and a head is
+  resident.
 - Without FSDP nothing is gathered, and gradients stay where backward makes them.
 """
 

@@ -132,7 +132,7 @@ class ModelParts:
         kinds: the kinds of its transformer layers.
         layers: the kind of each layer, in order.
         ends: the parameters outside the layers, of each unit: `embeddings`, `head` and `root`.
-        gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/causal_lm.py).
+        gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/tasks/causal_lm.py).
         num_parameters: parameters of the base model, as its authors count them.
         num_quantized: weights that are quantized.
         cached_bytes: what a cache keeps of one token: keys and values of all layers.

@@ -24,21 +24,21 @@ from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.layers.sliced_attention import slice_attention
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters.apply import apply_adapters
+from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
-from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.chat_rows import check_chat_rows
-from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
-from qlora_fsdp.model.preference import PreferenceLM
-from qlora_fsdp.model.reward import RewardModel
-from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
-from qlora_fsdp.model.slices import check_slices, whole_attention
-from qlora_fsdp.model.targets import describe_left_out, find_left_out
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.classifier import Classifier
+from qlora_fsdp.model.tasks.preference import PreferenceLM
+from qlora_fsdp.model.tasks.reward import RewardModel
+from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.model.trials.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
+from qlora_fsdp.model.trials.slices import check_slices, whole_attention
 from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.mesh import join_context_group

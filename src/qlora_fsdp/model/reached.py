@@ -4,7 +4,7 @@ An adapter changes what its layer's forward returns. So it learns only if that f
 a gradient. In some models one of the two fails: an indexer that chooses tokens for sparse attention gets no gradient;
 attention to an encoder is never called in a run on text; and Jamba multiplies with the weight of `dt_proj` itself,
 without calling the layer. No config says so. But a small model of the same class shows it when it computes a loss
-(row_trial.py).
+(trials/row_trial.py).
 
 The small model has fewer layers, so a layer is identified by its name without numbers, `layers.*.mlp.up_proj`. A name
 counts as reached if any layer of that name is, because one of many experts may get none of the trial's few tokens.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.head_loss import HeadLoss
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.peers import PeerTable, Place, start_copies, wait_for
 from qlora_fsdp.sharding.shard import embedding_and_head_units
 

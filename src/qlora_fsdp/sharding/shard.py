@@ -8,7 +8,7 @@ unless `reshard_after_forward` is off. The units are:
 - the root, the whole model, which has the parameters of no other unit.
 
 Frozen embeddings and a frozen head are sharded like the others, but FSDP does not gather them. The model does so itself
-(model/causal_lm.py), because it needs one buffer for that where FSDP needs two.
+(model/tasks/causal_lm.py), because it needs one buffer for that where FSDP needs two.
 
 The codes of quantized weights in layers are gathered in another way than the rest where GPUs can read one another's
 memory (peer_codes.py).
@@ -45,7 +45,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.model.task_model import TaskModel, are_tied
+from qlora_fsdp.model.tasks.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 

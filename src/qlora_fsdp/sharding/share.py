@@ -27,7 +27,7 @@ from qlora_fsdp.common.sizes import round_up
 from qlora_fsdp.common.text import first_line, show_bytes
 from qlora_fsdp.config.schema import FsdpConfig
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.peers import Place, can_read_peers, share_memory
 from qlora_fsdp.runtime.processes import Processes

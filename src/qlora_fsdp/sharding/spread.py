@@ -21,8 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.model.row_trial import RowTrial
-from qlora_fsdp.model.task_model import are_tied, find_layers
+from qlora_fsdp.model.tasks.task_model import are_tied, find_layers
+from qlora_fsdp.model.trials.row_trial import RowTrial
 
 MAX_LENGTH = 2**40  # so that the small model's windows are shorter than its rows
 TOLERANCE = 1e-5  # of the largest logit

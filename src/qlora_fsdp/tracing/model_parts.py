@@ -14,7 +14,7 @@ from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.layer_kinds import kind_of
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.sharding.shard import embedding_and_head_units
 
 

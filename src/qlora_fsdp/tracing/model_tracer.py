@@ -31,9 +31,9 @@ from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
-from qlora_fsdp.model.packing import check_causal, planned_dtype, try_small
-from qlora_fsdp.model.slices import check_slices, whole_attention
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.model.trials.packing import check_causal, planned_dtype, try_small
+from qlora_fsdp.model.trials.slices import check_slices, whole_attention
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
 from qlora_fsdp.tracing.meta_batch import batch_on_meta
 from qlora_fsdp.tracing.model_parts import count_parts, find_kinds

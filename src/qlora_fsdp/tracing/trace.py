@@ -29,7 +29,7 @@ from qlora_fsdp.memory.traced import EndsUse, LayerUse, Operations
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.input_offload import InputOffload
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.liger_shapes import shapes_of_functions
 from qlora_fsdp.tracing.live_bytes import LiveBytes

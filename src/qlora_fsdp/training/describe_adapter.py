@@ -12,8 +12,8 @@ from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.model.experts import has_experts
-from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.train_result import TrainResult

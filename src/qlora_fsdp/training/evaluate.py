@@ -13,7 +13,7 @@ import torch
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes

@@ -16,7 +16,7 @@ from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.memory.slots import MAX_SLOTS
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.shard import bypassing_root
 

@@ -6,7 +6,7 @@ import torch
 
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.common.text import list_some
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 

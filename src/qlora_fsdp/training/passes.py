@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.sharding.shard import set_gradient_sync
 from qlora_fsdp.training.batch_key import Key, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks

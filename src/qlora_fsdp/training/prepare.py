@@ -24,16 +24,16 @@ from qlora_fsdp.data.stream import open_stream
 from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
-from qlora_fsdp.model.adapters import trainable_names
+from qlora_fsdp.model.adapters.apply import trainable_names
+from qlora_fsdp.model.adapters.saved import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, share_sequences
 from qlora_fsdp.model.base_files import describe_base, describe_layers
-from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops
 from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
-from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.model.swap_layers import quant_settings
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.classifier import Classifier
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
 from qlora_fsdp.runtime.hardware import choose_dtype, dtype_name, find_machine, hold_to

@@ -30,7 +30,7 @@ from qlora_fsdp.data.row_hashes import read_kept
 from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
-from qlora_fsdp.model.preference import PreferenceLM
+from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.hardware import dtype_name

@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.show import as_json
-from qlora_fsdp.model.initialize_adapters import initialize_adapters
+from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result

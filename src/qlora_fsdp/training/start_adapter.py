@@ -13,10 +13,10 @@ from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens
+from qlora_fsdp.model.adapters.saved import BASE_FIX, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_layers
 from qlora_fsdp.model.run_tokenizer import tokenizer_folder
-from qlora_fsdp.model.saved_adapter import BASE_FIX, SavedAdapter
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import START_FOLDER
 from qlora_fsdp.records.run_summary import RunSummary

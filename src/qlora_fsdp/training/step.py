@@ -26,7 +26,7 @@ from torch import Tensor
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.experts import count_loads
 from qlora_fsdp.model.count import FlopCounter
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.shard import sum_gradients

@@ -1,7 +1,7 @@
 """Add LoRA adapters to the model through PEFT.
 
 PEFT makes the adapters from its own LoraConfig, names them and saves them, so that other programs can load them. They
-are made on the meta device and sharded like the rest of the model. Then initialize_adapters.py fills them.
+are made on the meta device and sharded like the rest of the model. Then initialize.py fills them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.expert_lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.adapters.targets import Targets, find_targets, linear_endings
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.new_tokens import grow_copy, token_rows, use_token_rows
-from qlora_fsdp.model.targets import Targets, find_targets, linear_endings
 
 # What PEFT adds to names.
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")

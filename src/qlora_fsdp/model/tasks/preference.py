@@ -16,9 +16,9 @@ from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import PreferenceConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
-from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.frozen_copy import FrozenCopy
-from qlora_fsdp.model.preference_loss import Pairs, figure_names, judged_losses, pair_losses
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
+from qlora_fsdp.model.tasks.frozen_copy import FrozenCopy
+from qlora_fsdp.model.tasks.preference_loss import Pairs, figure_names, judged_losses, pair_losses
 from qlora_fsdp.runtime.processes import Processes
 
 Wanted = Literal["loss", "log_probs", "reference"]

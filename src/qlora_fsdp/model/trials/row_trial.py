@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.model.attention_by_starts import BY_SLICES, register_stand_ins
-from qlora_fsdp.model.head_trial import HeadTrial
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
-from qlora_fsdp.model.miniature import MAX_PARAMETERS, VOCAB, miniature
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.reached import ReachedLinears
+from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, register_stand_ins
+from qlora_fsdp.model.trials.head_trial import HeadTrial
+from qlora_fsdp.model.trials.miniature import MAX_PARAMETERS, VOCAB, miniature
 
 CPU = torch.device("cpu")
 # Largest differences between the same row packed and alone, as parts of the largest logit and of the largest gradient.

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.classifier import may_be_unseen
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.classifier import may_be_unseen
+from qlora_fsdp.model.tasks.task_model import TaskModel
 
 
 class RewardModel(TaskModel):

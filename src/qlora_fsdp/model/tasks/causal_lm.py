@@ -15,8 +15,8 @@ from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, R
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.positions import first_position
-from qlora_fsdp.model.router_loss import RouterLoss
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.router_loss import RouterLoss
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters import base_linears
+from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.runtime.hardware import dtype_name
 

@@ -8,9 +8,9 @@ packs, a small model of its own class (miniature.py) computes a packed batch, an
   with eager attention;
 - other tokens in one row change neither in another row.
 
-The batch is laid out and marked as training does it (data/batch.py, inputs.py): several rows in each of two sequences,
-padding at the end, rows longer than a window. It is computed in float32 on the CPU, where the chosen attention may not
-run. What is proven depends on that:
+The batch is laid out and marked as training does it (data/batch.py, model/inputs.py): several rows in each of two
+sequences, padding at the end, rows longer than a window. It is computed in float32 on the CPU, where the chosen
+attention may not run. What is proven depends on that:
 
 - `sdpa` and `eager` are called as they are: transformers' masks, the model's classes and the call are proven.
 - `varlen` and FlashAttention are told where rows start, and get no mask. A function of plain torch stands in for them
@@ -40,8 +40,8 @@ from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
-from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
-from qlora_fsdp.model.row_trial import CPU, RowTrial
+from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
 from qlora_fsdp.runtime.processes import Processes
 
 # Packages with kernels for recurrent layers, which transformers uses where they are installed. They run on GPUs alone.
@@ -56,7 +56,7 @@ class Traits:
         transform: what makes the logits of the head's output; None if they are made in another way.
         why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model; None if
             they do, or if it was not asked.
-        unreached: linear layers that got no gradient, by their `general_name` (reached.py).
+        unreached: linear layers that got no gradient, by their `general_name` (model/reached.py).
         why_not_causal: why the model can't learn to predict the next token; None if it can, or if it was not asked.
         why_not_sliced: why ranks can't share sequences of this model; None if they can, or if it was not asked.
     """

@@ -1,8 +1,8 @@
 """Find what gets an adapter: linear layers, and the weights of fused experts.
 
 `all-linear` means every linear layer that an adapter can be trained on. Left out are those that no gradient reaches
-(reached.py), those for which PEFT has no adapters, and those whose class computes more than a product
-(linear_classes.py).
+(model/reached.py), those for which PEFT has no adapters, and those whose class computes more than a product
+(model/linear_classes.py).
 
 In a model without experts PEFT itself finds the layers that `lora.target_modules` name. In a model with experts or a
 router this module finds them, for two reasons. First, PEFT takes names such as `gate_proj` for those that experts had

@@ -16,14 +16,14 @@ from qlora_fsdp.config.schema import ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import count_labels
 from qlora_fsdp.data.sequences import TrainingData
-from qlora_fsdp.model.classifier_metrics import (
+from qlora_fsdp.model.tasks.classifier_metrics import (
     classification_metrics,
     entity_metrics,
     multi_label_metrics,
     name_entities,
     regression_metrics,
 )
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 
 

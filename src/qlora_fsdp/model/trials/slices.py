@@ -16,8 +16,8 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN, why_not_by_starts
 from qlora_fsdp.layers.sliced_attention import check_heads
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, register_stand_ins
-from qlora_fsdp.model.packing import Traits, class_name
+from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, register_stand_ins
+from qlora_fsdp.model.trials.packing import Traits, class_name
 
 SETTING = "distributed.context_parallel"
 FIX = "Set distributed.context_parallel=1."

@@ -1,0 +1,1 @@
+"""Adapters: which layers get them, their first values, how they are saved and read, and their model card."""

@@ -1,0 +1,1 @@
+"""What a small model of the same class shows about the real one, before it is built."""
