@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers import flash_attention_4 as flash_4
-from qlora_fsdp.layers import varlen
+from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
+from qlora_fsdp.layers.attention import varlen
 
 NUM_TOKENS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 16_384, 32, 8, 128
 MEAN_ROWS = (43, 64, 100, 150, 200, 256, 320, 400, 512, 800, 1600)

@@ -27,7 +27,7 @@ import psutil
 
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.records.run_state import checkpoint_folders
-from qlora_fsdp.training.checkpoint import read_manifest
+from qlora_fsdp.training.checkpoints.checkpoint import read_manifest
 
 SETTINGS = (
     *("model=tiny", "data=random", "data.max_rows=64", "data.eval_fraction=0.1", "training.eval_every_steps=50"),

@@ -110,9 +110,9 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.inference.trained import load_trained
         from qlora_fsdp.model.positions import check_positions
         from qlora_fsdp.model.tasks.classifier import Classifier
+        from qlora_fsdp.training.capture.passes import EagerPasses
         from qlora_fsdp.training.evaluate import evaluate
         from qlora_fsdp.training.memory_use import PhasePeaks
-        from qlora_fsdp.training.passes import EagerPasses
 
     trained = load_trained(config, settings.adapter, processes)
     config = trained.settle(config)

@@ -13,8 +13,9 @@ from torch import nn
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.sharding import materialize
-from qlora_fsdp.training import checkpoint_thread, run, train_adapter
-from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training import run, train_adapter
+from qlora_fsdp.training.checkpoints import thread as checkpoint_thread
+from qlora_fsdp.training.checkpoints.saver import Saver
 
 # An object, and the name of its function
 STAGES: dict[str, tuple[Any, str]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp.training.checkpoint import read_manifest
+from qlora_fsdp.training.checkpoints.checkpoint import read_manifest
 from tests.cli.launch import SHORT_STEPS, Command, ForkedLaunch
 from tests.helpers.full_disk import fill_disk, small_disk
 

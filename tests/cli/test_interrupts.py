@@ -13,7 +13,7 @@ import pytest
 from qlora_fsdp import __version__
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
-from qlora_fsdp.training.resume import describe_kept
+from qlora_fsdp.training.checkpoints.resume import describe_kept
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch, Launch
 from tests.cli.stages import at_stage, let_rank_1_tell_first, wait_until_signalled
 

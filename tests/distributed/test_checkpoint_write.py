@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from qlora_fsdp.model.adapters import save as save_adapter
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest
-from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
+from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, read_manifest
+from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed

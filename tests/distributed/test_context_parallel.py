@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qlora_fsdp.layers.attention import VARLEN
-from qlora_fsdp.layers.sliced_attention import slice_attention
+from qlora_fsdp.layers.attention.choose import VARLEN
+from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import start_processes, stop_processes

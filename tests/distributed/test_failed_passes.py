@@ -23,7 +23,7 @@ from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime import rows as gathered_rows
 from qlora_fsdp.runtime.fsdp_state import rest
 from qlora_fsdp.runtime.rows import local_tensor
-from qlora_fsdp.training.passes import EagerPasses
+from qlora_fsdp.training.capture.passes import EagerPasses
 from tests.helpers.failing import PLACES, Place, failing
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import gathered_adapter, settings, train_here

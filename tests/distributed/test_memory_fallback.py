@@ -12,7 +12,7 @@ import pytest
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.activations import MemoryFallback
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.training import passes
+from qlora_fsdp.training.capture import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Trained, settings, train_here
 

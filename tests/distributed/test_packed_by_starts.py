@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp.layers import attention
+from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.plain_varlen import cpu_with_varlen

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training import captured, graphs, train_adapter
-from qlora_fsdp.training.batch_key import fill
-from qlora_fsdp.training.passes import EagerPasses
+from qlora_fsdp.training import train_adapter
+from qlora_fsdp.training.capture import captured, graphs
+from qlora_fsdp.training.capture.batch_key import fill
+from qlora_fsdp.training.capture.passes import EagerPasses
+from qlora_fsdp.training.capture.recording import NotRecorded
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.recording import NotRecorded
 from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import Trained, settings, train_all, train_here

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from qlora_fsdp.training.passes import EagerPasses
+from qlora_fsdp.training.capture.passes import EagerPasses
 from qlora_fsdp.training.step import StepRunner
 from tests.distributed.test_bad_steps import ADAPTER, train_with_nan
 from tests.helpers.lines import read_lines

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers import flash_attention_4 as flash_4
-from qlora_fsdp.layers.attention import flash_attention_4, varlen_attention
+from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
+from qlora_fsdp.layers.attention.choose import flash_attention_4, varlen_attention
 
 # Lengths of the rows packed into 2 sequences of 96 tokens; None: one row a sequence.
 PACKS = [[40, 56, 1, 30, 65], [96, 96], None]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qlora_fsdp.layers.attention import FLASH_4, VARLEN
+from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN
 from tests.gpu.test_gpu_losses import TOLERANCE
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import stock_losses

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.layers.decode_linear import DecodeLayers, product_with_codes
-from qlora_fsdp.layers.quantized_format import Format
-from qlora_fsdp.layers.quantized_linear import QuantizedLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.fused import make_parts

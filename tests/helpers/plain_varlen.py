@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from qlora_fsdp.layers import attention
+from qlora_fsdp.layers.attention import choose as attention
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.tokenizer import NO_TOKENS
-from qlora_fsdp.layers.attention import traced_attention
+from qlora_fsdp.layers.attention.choose import traced_attention
 from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 

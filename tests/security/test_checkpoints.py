@@ -25,11 +25,17 @@ from torch.distributed.fsdp import fully_shard
 from qlora_fsdp.common.errors import ResumeError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.training.checkpoint import Checkpoint, digest_manifest, load_checkpoint, read_manifest, verify_files
-from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
+from qlora_fsdp.training.checkpoints.checkpoint import (
+    Checkpoint,
+    digest_manifest,
+    load_checkpoint,
+    read_manifest,
+    verify_files,
+)
+from qlora_fsdp.training.checkpoints.resume import check_data, check_step
+from qlora_fsdp.training.checkpoints.saved_tensors import BadFile, read_index, read_own, read_rows
+from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
-from qlora_fsdp.training.resume import check_data, check_step
-from qlora_fsdp.training.saved_tensors import BadFile, read_index, read_own, read_rows
 from tests.cli.launch import ForkedLaunch
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
@@ -319,7 +325,7 @@ def test_whatever_goes_wrong_in_loading_is_told_on_every_rank(tmp_path: Path, mo
     def fail(*_: Any) -> None:
         raise AttributeError("no such \x1b thing")
 
-    monkeypatch.setattr("qlora_fsdp.training.checkpoint.read_index", fail)
+    monkeypatch.setattr("qlora_fsdp.training.checkpoints.checkpoint.read_index", fail)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     with pytest.raises(ResumeError, match=r"can't be used: AttributeError: no such \? thing"):
         load_checkpoint(

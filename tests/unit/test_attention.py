@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.layers import attention, varlen
-from qlora_fsdp.layers import flash_attention_4 as flash_4
+from qlora_fsdp.layers.attention import choose as attention
+from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
+from qlora_fsdp.layers.attention import varlen
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from qlora_fsdp.layers import attention, varlen
-from qlora_fsdp.layers import flash_attention_4 as flash_4
-from qlora_fsdp.layers.attention import VARLEN, varlen_attention
+from qlora_fsdp.layers.attention import choose as attention
+from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
+from qlora_fsdp.layers.attention import varlen
+from qlora_fsdp.layers.attention.choose import VARLEN, varlen_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.find import make_config
 from qlora_fsdp.model.trials.row_trial import RowTrial

@@ -15,7 +15,7 @@ from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.sequences import RandomRows, SequenceSettings, make_sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.training.bad_steps import MAX_IN_A_ROW, BadSteps
-from qlora_fsdp.training.saver import Saved
+from qlora_fsdp.training.checkpoints.saver import Saved
 
 NORMS = [1.0 + 0.01 * i for i in range(20)]
 

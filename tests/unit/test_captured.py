@@ -12,9 +12,9 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.training.batch_key import Key, fill, with_room
-from qlora_fsdp.training.graphs import Graphs
-from qlora_fsdp.training.recording import Recorded
+from qlora_fsdp.training.capture.batch_key import Key, fill, with_room
+from qlora_fsdp.training.capture.graphs import Graphs
+from qlora_fsdp.training.capture.recording import Recorded
 
 STEPS = ("training.max_steps=1", "training.max_length=2048")
 

@@ -24,16 +24,14 @@ from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-from qlora_fsdp.training.checkpoint import (
+from qlora_fsdp.training.checkpoints.checkpoint import (
     Checkpoint,
     load_checkpoint,
     read_manifest,
     remove_checkpoints,
     verify_files,
 )
-from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
-from qlora_fsdp.training.optim import LocalAdamW8bit
-from qlora_fsdp.training.resume import (
+from qlora_fsdp.training.checkpoints.resume import (
     begin_attempt,
     check_base,
     check_changes,
@@ -41,6 +39,8 @@ from qlora_fsdp.training.resume import (
     find_checkpoint,
     settings_of,
 )
+from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
+from qlora_fsdp.training.optim import LocalAdamW8bit
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
 
 

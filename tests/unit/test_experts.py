@@ -30,12 +30,14 @@ from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts, grouped_products
-from qlora_fsdp.layers.expert_adapter import ExpertAdapter
-from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
-from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
-from qlora_fsdp.layers.experts import count_loads, expert_weight_names, experts_forward
-from qlora_fsdp.layers.llama4_experts import compute_chosen_experts
+from qlora_fsdp.layers import Format, QuantizedExpertWeight
+from qlora_fsdp.layers.experts import forward as experts
+from qlora_fsdp.layers.experts import grouped_products
+from qlora_fsdp.layers.experts.adapter import ExpertAdapter
+from qlora_fsdp.layers.experts.forward import count_loads, expert_weight_names, experts_forward
+from qlora_fsdp.layers.experts.gate import Activation, Gate, find_gate
+from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
+from qlora_fsdp.layers.experts.rows import ActivationBackward, activate, sort_rows
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.experts import expert_weights, find_routers

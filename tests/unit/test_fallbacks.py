@@ -20,8 +20,9 @@ from transformers.models.llama import modeling_llama
 from qlora_fsdp.common import families
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.schema import KernelsConfig
-from qlora_fsdp.layers import attention, liger
-from qlora_fsdp.layers import flash_attention_4 as flash_4
+from qlora_fsdp.layers import liger
+from qlora_fsdp.layers.attention import choose as attention
+from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
 from qlora_fsdp.runtime import fallbacks
 from qlora_fsdp.tracing.model_tracer import planned_liger_kernels
 

@@ -22,7 +22,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import NormAndResidual, is_rms_norm
-from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
+from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms
 
 NF4 = Format("nf4", double_quant=True)

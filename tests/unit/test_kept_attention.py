@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qlora_fsdp.layers.attention import VARLEN, varlen_attention
+from qlora_fsdp.layers.attention.choose import VARLEN, varlen_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy

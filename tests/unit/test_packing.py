@@ -26,7 +26,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers.attention import VARLEN
+from qlora_fsdp.layers.attention.choose import VARLEN
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.model.trials import miniature as small_configs

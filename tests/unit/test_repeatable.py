@@ -13,7 +13,7 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.repeatable import VARIABLES, repeatable
-from qlora_fsdp.training.batch_key import Key, with_room
+from qlora_fsdp.training.capture.batch_key import Key, with_room
 
 RUN = ["model=tiny", "data=random", "training.max_steps=1", "training.deterministic=true"]
 

@@ -25,11 +25,11 @@ from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training import checkpoint_thread
-from qlora_fsdp.training import saver as saver_module
-from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest, verify_files
-from qlora_fsdp.training.checkpoint_thread import CheckpointThread
-from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.checkpoints import saver as saver_module
+from qlora_fsdp.training.checkpoints import thread as checkpoint_thread
+from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, read_manifest, verify_files
+from qlora_fsdp.training.checkpoints.saver import Saver
+from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 
 ADAPTER = Path("adapter/adapter.safetensors")
 

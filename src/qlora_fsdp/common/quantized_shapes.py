@@ -1,6 +1,6 @@
 """The tensors that a quantized weight is stored in: their names, shapes and bytes.
 
-The layers allocate these tensors (layers/quantized_format.py).
+The layers allocate these tensors (layers/quantized/format.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from transformers import PretrainedConfig
 
-from qlora_fsdp.layers.slot_attention import SLOTS, register
+from qlora_fsdp.layers.attention.slots import SLOTS, register
 
 
 @contextmanager

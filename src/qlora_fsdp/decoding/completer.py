@@ -23,8 +23,8 @@ from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.layers.slot_attention import Step, running
 from qlora_fsdp.memory.slots import LENGTH_STEP, MAX_SLOTS
 from qlora_fsdp.runtime.chain import Chain
 

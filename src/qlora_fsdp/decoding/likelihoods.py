@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.decoding.attending import attending
+from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.layers.slot_attention import Step, running
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 
 CALL_TOKENS = 16_384  # tokens of one call, padding included

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.recording import record
-from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.layers.attention.slots import Step, running
 
 RECORDED_TOKENS = 2048  # of a recorded call, at most, padding included
 LENGTH_STEP = 64  # a recorded call reads a multiple of this many tokens of each prompt

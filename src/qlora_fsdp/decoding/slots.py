@@ -2,7 +2,7 @@
 
 transformers' own static cache has one position for all rows. Here each row has its own, so that a finished text gives
 its slot to the next prompt while the others go on. Layers with a sliding window keep all tokens too: a window is a
-matter of what queries see (layers/slot_attention.py).
+matter of what queries see (layers/attention/slots.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from qlora_fsdp.layers.slot_attention import running_step
+from qlora_fsdp.layers.attention.slots import running_step
 
 
 class TokenShape(NamedTuple):

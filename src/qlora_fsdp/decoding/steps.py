@@ -17,7 +17,7 @@ from qlora_fsdp.decoding.prompts import Prompts
 from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
-from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.runtime.chain import Chain
 
 WARM_UP = 2  # steps that are launched kernel by kernel, which compiles what they need

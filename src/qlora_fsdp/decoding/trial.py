@@ -1,6 +1,6 @@
 """Prove on a small model that texts in slots get the logits that stock transformers gives them, or say why not.
 
-A model may keep more of its past than keys and values, or ask more of its attention than layers/slot_attention.py
+A model may keep more of its past than keys and values, or ask more of its attention than layers/attention/slots.py
 knows. Neither need be an error. So a small model of its own class (model/trials/miniature.py) reads the beginnings of a
 few rows into slots that have held other texts, and goes on step by step, in float32 on the CPU. All logits must be
 those of eager attention over one whole row at a time.
@@ -16,8 +16,8 @@ from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.layers.slot_attention import Step, running
 from qlora_fsdp.model.trials.miniature import VOCAB
 from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
-from qlora_fsdp.layers.expert_lora import ExpertLora
+from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 

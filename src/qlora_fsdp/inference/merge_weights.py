@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.inference.changes import Change
 from qlora_fsdp.layers import Format, QuantizedLinear
-from qlora_fsdp.layers.quantized_format import code_book
+from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
 from qlora_fsdp.weights.assignment import Assignment

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part
-from qlora_fsdp.layers.matmul import Addend, DequantizedMatmul
 from qlora_fsdp.layers.mlp import GatedMlp
-from qlora_fsdp.layers.quantized_format import dynamic_map
-from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
+from qlora_fsdp.layers.quantized.format import dynamic_map
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear, unflatten
+from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
 
 # Up to this many rows the codes are multiplied as they are: bitsandbytes' own bound, below which its kernel is faster
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import Kernel, KernelsConfig
-from qlora_fsdp.layers.experts import mentions_experts
+from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import LossKernel
 
 LIGER_NAMES = {

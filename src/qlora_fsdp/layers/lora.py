@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.kernels.launch import runs_kernels
-from qlora_fsdp.layers.matmul import Addend
 from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
-from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear, unflatten
+from qlora_fsdp.layers.quantized.matmul import Addend
 
 
 class LoraLinear(lora.Linear):

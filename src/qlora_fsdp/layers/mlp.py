@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from qlora_fsdp.layers.gated_activation import Activation, gate_backward, gate_forward
 from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, join, mm_fp32
-from qlora_fsdp.layers.matmul import Addend
 from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
+from qlora_fsdp.layers.quantized.matmul import Addend
 
 MAX_RANK = 64  # with larger adapters, a tile of the kernels (layers/kernels/triton_gate.py) takes too many registers
 

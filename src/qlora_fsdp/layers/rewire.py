@@ -34,15 +34,15 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.families import PRENORM_LAYERS
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
-from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.experts.forward import expert_weight_names
+from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
-from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
 from qlora_fsdp.layers.norm import LastNorm, PreNorm, is_rms_norm, normalize_and_remember, normalize_as_stored
-from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
-from qlora_fsdp.layers.quantized_linear import QuantizedLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
+from qlora_fsdp.layers.quantized.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.tiles import TiledModule
 
 HEAD_NORMS = ("q_norm", "k_norm")

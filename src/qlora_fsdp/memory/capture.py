@@ -1,4 +1,4 @@
-"""Which runs record their micro-batches as a CUDA graph (training/captured.py), as far as the settings show it.
+"""Which runs record their micro-batches as a CUDA graph (training/capture/captured.py), as far as the settings show it.
 
 The plan needs to know: a graph keeps its memory while evaluations and the optimizer run, and Python takes no time.
 """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
-from qlora_fsdp.layers.kept_attention import keep_attention
+from qlora_fsdp.layers.attention.kept import keep_attention
 from qlora_fsdp.layers.rewire import recompute_norms
 from qlora_fsdp.memory.ladders import describe_policies, next_smaller
 from qlora_fsdp.memory.policy import Policy

@@ -19,11 +19,11 @@ from qlora_fsdp.common.errors import AdapterError, ConfigError, Problem
 from qlora_fsdp.config.schema import Config, LoraConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_values
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
-from qlora_fsdp.layers.attention import choose_attention
+from qlora_fsdp.layers.attention.choose import choose_attention
+from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
-from qlora_fsdp.layers.sliced_attention import slice_attention
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model

@@ -31,8 +31,8 @@ from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
-from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
-from qlora_fsdp.layers.llama4_experts import compute_chosen_experts
+from qlora_fsdp.layers.experts.forward import EXPERTS_IMPLEMENTATION
+from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.layer_kinds import share_equal_layers

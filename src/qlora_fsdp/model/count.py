@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
-from qlora_fsdp.layers.attention import head_dim
-from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.attention.choose import head_dim
+from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.model.experts import num_chosen
 from qlora_fsdp.runtime.rows import rows_of_rank
 

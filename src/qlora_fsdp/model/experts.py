@@ -10,8 +10,8 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.layers.experts import expert_weight_names, mentions_experts
-from qlora_fsdp.layers.grouped_products import ExpertWeight
+from qlora_fsdp.layers.experts.forward import expert_weight_names, mentions_experts
+from qlora_fsdp.layers.experts.grouped_products import ExpertWeight
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
 # files and settings still use them.

@@ -4,7 +4,7 @@ A recomputed layer saves little more than its input. The input is copied to the 
 runs, and copied back while the layer after it is in backward. Two inputs are therefore on the GPU at a time, whatever
 the number of layers. On a CPU the copies are plain copies.
 
-Where attention's result is kept too (layers/kept_attention.py), it is a second tensor of its layer, and takes the same
+Where attention's result is kept too (layers/attention/kept.py), it is a second tensor of its layer, and takes the same
 ways. Backward needs it after the layer's input, which starts the copy.
 
 A copy takes a small part of the time of its layer, which grows with the length as the copy does: 1 GiB, of 131,072

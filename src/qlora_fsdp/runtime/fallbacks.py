@@ -16,7 +16,7 @@ from qlora_fsdp.runtime.hardware import has_bfloat16
 
 
 def replace_missing(config: Config, device: torch.device) -> list[str]:
-    """Switch off what the installed libraries can't do on this device. Attention is chosen in layers/attention.py.
+    """Switch off what the installed libraries can't do on this device. layers/attention/choose.py chooses attention.
 
     Args:
         config: `kernels.fuse_layers` is set to false here if Triton is missing.

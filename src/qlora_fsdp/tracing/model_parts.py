@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
-from qlora_fsdp.layers.attention import head_dim
+from qlora_fsdp.layers.attention.choose import head_dim
 from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.experts import has_experts

@@ -20,12 +20,12 @@ from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers.attention import traced_attention
-from qlora_fsdp.layers.experts import mentions_experts
+from qlora_fsdp.layers.attention.choose import traced_attention
+from qlora_fsdp.layers.attention.sliced import slice_attention
+from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.rewire import rewire
-from qlora_fsdp.layers.sliced_attention import slice_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss

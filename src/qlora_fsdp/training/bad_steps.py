@@ -29,7 +29,7 @@ from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import BAD_STEPS_FOLDER
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.checkpoints.saver import Saver
 
 NUM_NORMS = 100  # a norm is compared with the median norm of this many last good steps
 MIN_NORMS = 20  # with fewer good steps than this, no norm counts as too large

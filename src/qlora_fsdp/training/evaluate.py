@@ -18,10 +18,10 @@ from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import micro_batches_of
+from qlora_fsdp.training.capture.passes import Passes
+from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.memory_use import PhasePeaks
-from qlora_fsdp.training.passes import Passes
-from qlora_fsdp.training.saver import Saver
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from qlora_fsdp.config.schema import Config, OnBadStep
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
+from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.optim import learning_rate_at
-from qlora_fsdp.training.saver import Saver
 from qlora_fsdp.training.step import StepPasses, StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 from qlora_fsdp.training.train_result import TrainResult

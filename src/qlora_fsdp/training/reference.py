@@ -35,7 +35,7 @@ from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.passes import place
+from qlora_fsdp.training.capture.passes import place
 from qlora_fsdp.training.prepare import Prepared
 
 NOT_COMPUTED = ("_name_or_path", "transformers_version")  # what a model's config says that no logits depend on

@@ -34,11 +34,8 @@ from qlora_fsdp.runtime.processes import Processes, start_processes, stop_proces
 from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.sharding.materialize import materialize
-from qlora_fsdp.training.checkpoint import verify_files
-from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
-from qlora_fsdp.training.prepare import Prepared, prepare
-from qlora_fsdp.training.reference import add_reference
-from qlora_fsdp.training.resume import (
+from qlora_fsdp.training.checkpoints.checkpoint import verify_files
+from qlora_fsdp.training.checkpoints.resume import (
     check_base,
     check_changes,
     check_data,
@@ -48,6 +45,9 @@ from qlora_fsdp.training.resume import (
     find_checkpoint,
     is_own,
 )
+from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
+from qlora_fsdp.training.prepare import Prepared, prepare
+from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.same_settings import check_same_settings
 from qlora_fsdp.training.start_adapter import open_start
 from qlora_fsdp.training.train_adapter import train_adapter

@@ -24,17 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.experts import count_loads
+from qlora_fsdp.layers.experts.forward import count_loads
 from qlora_fsdp.model.count import FlopCounter
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.shard import sum_gradients
 from qlora_fsdp.training.batches import GlobalBatch
+from qlora_fsdp.training.capture.passes import Passes
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.optim import LocalOptimizer, clip_gradients
-from qlora_fsdp.training.passes import Passes
 
 # While B is zero, the gradient of LoRA's A is zero. So A can be checked only in the second step.
 GRADIENT_CHECK_STEPS = 2

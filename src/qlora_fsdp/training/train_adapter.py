@@ -21,17 +21,17 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
-from qlora_fsdp.training.captured import make_passes
-from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint
-from qlora_fsdp.training.checkpoint_thread import CheckpointThread
+from qlora_fsdp.training.capture.captured import make_passes
+from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from qlora_fsdp.training.checkpoints.resume import begin_attempt, settings_of
+from qlora_fsdp.training.checkpoints.saver import Saver
+from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import train
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.resume import begin_attempt, settings_of
-from qlora_fsdp.training.saver import Saver
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 from qlora_fsdp.training.train_result import TrainResult

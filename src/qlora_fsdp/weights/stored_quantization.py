@@ -21,7 +21,7 @@ from qlora_fsdp.common.quantized_shapes import QuantType
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLayer
-from qlora_fsdp.layers.quantized_format import STORAGE_DTYPES, code_book, dynamic_map
+from qlora_fsdp.layers.quantized.format import STORAGE_DTYPES, code_book, dynamic_map
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # Names of what lies beside a quantized weight; the group is the weight's name, or for int8 the module's.

@@ -1,4 +1,4 @@
-"""Triton kernels that move and activate the rows of experts (layers/expert_rows.py). Imported on GPUs only.
+"""Triton kernels that move and activate the rows of experts (layers/experts/rows.py). Imported on GPUs only.
 
 Each passes over the memory once. Shapes: T tokens, K experts per token, S = T K rows, H hidden size, I inner size.
 """

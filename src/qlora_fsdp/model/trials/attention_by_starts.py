@@ -2,8 +2,8 @@
 
 The trial of packing (row_trial.py) runs on a CPU, where those kernels can't, and uses this attention instead. It
 supports exactly what the kernel that it stands for supports. So a model that needs more fails the trial, and is not
-packed. Our varlen kernel computes attention sinks but does not cap logits (layers/varlen.py); FlashAttention 2 caps
-logits but has no sinks.
+packed. Our varlen kernel computes attention sinks but does not cap logits (layers/attention/varlen.py);
+FlashAttention 2 caps logits but has no sinks.
 
 Ranks that share sequences on a CPU also train with it, because transformers' mask would cover a slice only.
 """
@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 BY_STARTS = "qlora_fsdp_by_starts"  # what varlen computes
 BY_STARTS_CAPPED = "qlora_fsdp_by_starts_capped"  # what FlashAttention 2 computes
-BY_SLICES = "qlora_fsdp_by_slices"  # what varlen computes for ranks that share sequences (layers/sliced_attention.py)
+BY_SLICES = "qlora_fsdp_by_slices"  # what varlen computes for ranks that share sequences (layers/attention/sliced.py)
 
 
 def register_stand_ins() -> None:

@@ -38,7 +38,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.layers.attention import FLASH_4, VARLEN, traced_attention
+from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.trials.row_trial import CPU, RowTrial

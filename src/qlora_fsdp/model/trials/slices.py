@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.layers.attention import FLASH_4, VARLEN, why_not_by_starts
-from qlora_fsdp.layers.sliced_attention import check_heads
+from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, why_not_by_starts
+from qlora_fsdp.layers.attention.sliced import check_heads
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, register_stand_ins
 from qlora_fsdp.model.trials.packing import Traits, class_name
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.sharding.shard import set_gradient_sync
-from qlora_fsdp.training.batch_key import Key, with_room
+from qlora_fsdp.training.capture.batch_key import Key, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks
 
 

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qlora_fsdp.layers.sliced_attention import SlicedAttention
+from qlora_fsdp.layers.attention.sliced import SlicedAttention
 
 Attend = Callable[..., tuple[Tensor, Any]]
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]

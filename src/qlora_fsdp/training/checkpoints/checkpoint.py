@@ -15,7 +15,7 @@ The life of a checkpoint, and the function of each step:
 
 1. The loop asks whether a checkpoint is due, and has it written: `saver.Saver.is_due`, `after_step`.
 2. Training waits while each rank copies what it will write to host memory: `checkpoint_write.HostCopy.take`.
-3. Training continues, and a thread on each rank (`checkpoint_thread.CheckpointThread`) writes that copy:
+3. Training continues, and a thread on each rank (`thread.CheckpointThread`) writes that copy:
    `checkpoint_write.write_checkpoint`. All files go to a folder with a temporary name (`temporary_name`). Each rank
    writes its own file (`_write_own_file`); then rank 0 writes the index, the adapter and last the manifest, and renames
    the folder (`_complete`). A folder named `step-...` is therefore always whole.
@@ -50,8 +50,7 @@ from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
-from qlora_fsdp.training.optim import LocalAdamW8bit, new_state
-from qlora_fsdp.training.saved_tensors import (
+from qlora_fsdp.training.checkpoints.saved_tensors import (
     INDEX,
     BadFile,
     SavedTensor,
@@ -62,6 +61,7 @@ from qlora_fsdp.training.saved_tensors import (
     read_rows,
     read_stored,
 )
+from qlora_fsdp.training.optim import LocalAdamW8bit, new_state
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 MANIFEST = "manifest.json"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.matmul import FP8_MAX, Axis, DequantizedMatmul, Matmul
-from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
-from qlora_fsdp.layers.stored_weight import StoredWeight
+from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
+from qlora_fsdp.layers.quantized.matmul import FP8_MAX, Axis, DequantizedMatmul, Matmul
+from qlora_fsdp.layers.quantized.stored_weight import StoredWeight
 
 
 class QuantizedLinear(StoredWeight, nn.Linear):  # type: ignore[override]  # `weight` is read-only

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.quantized_format import Format
+from qlora_fsdp.layers.quantized.format import Format
 
 
 class StoredWeight(nn.Module):

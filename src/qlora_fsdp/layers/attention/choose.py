@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.layers import flash_attention_4 as flash_4
-from qlora_fsdp.layers import varlen
+from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
+from qlora_fsdp.layers.attention import varlen
 
 VARLEN = "qlora_fsdp_varlen"
 FLASH_4 = "qlora_fsdp_varlen_4"  # transformers takes a name with "flash" in it for one of its own packages

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.layers.expert_rows import Rows
-from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
+from qlora_fsdp.layers.experts.rows import Rows
+from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 
 # What the dequantized weights of one product may take: as much as the rows that go in and come out, within these
 # bounds. If all experts need more, some of the product's columns are made at a time, for all experts, which asks the

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qlora_fsdp.layers.expert_adapter import ExpertAdapter
-from qlora_fsdp.layers.expert_gate import Activation
-from qlora_fsdp.layers.expert_rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
-from qlora_fsdp.layers.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
-from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
+from qlora_fsdp.layers.experts.adapter import ExpertAdapter
+from qlora_fsdp.layers.experts.gate import Activation
+from qlora_fsdp.layers.experts.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
+from qlora_fsdp.layers.experts.rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
+from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 from qlora_fsdp.layers.tiles import Tiles, in_tiles
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.quantized_format import Format
-from qlora_fsdp.layers.stored_weight import StoredWeight
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.stored_weight import StoredWeight
 
 
 class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override]  # `weight` is read-only

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers.expert_gate import Activation
+from qlora_fsdp.layers.experts.gate import Activation
 from qlora_fsdp.layers.kernels.launch import runs_kernels
-from qlora_fsdp.layers.quantized_format import has_triton
+from qlora_fsdp.layers.quantized.format import has_triton
 
 
 class Rows(NamedTuple):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers.quantized_format import Format
-from qlora_fsdp.layers.stored_weight import StoredWeight
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.stored_weight import StoredWeight
 
 
 class QuantizedExpertWeight(StoredWeight):

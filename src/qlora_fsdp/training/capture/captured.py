@@ -48,12 +48,12 @@ from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.sharding.shard import set_gradient_sync
-from qlora_fsdp.training.batch_key import Key, with_room
-from qlora_fsdp.training.graphs import Graphs
+from qlora_fsdp.training.capture.batch_key import Key, with_room
+from qlora_fsdp.training.capture.graphs import Graphs
+from qlora_fsdp.training.capture.passes import EagerPasses, Passes
+from qlora_fsdp.training.capture.recording import Recorded, record
 from qlora_fsdp.training.memory_use import PhasePeaks
-from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.recording import Recorded, record
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode

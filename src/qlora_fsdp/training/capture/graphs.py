@@ -29,8 +29,8 @@ from qlora_fsdp.common.text import first_line
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.batch_key import Key
-from qlora_fsdp.training.recording import NotRecorded, Recorded, free_graphs
+from qlora_fsdp.training.capture.batch_key import Key
+from qlora_fsdp.training.capture.recording import NotRecorded, Recorded, free_graphs
 
 log = logging.getLogger("qlora_fsdp")
 

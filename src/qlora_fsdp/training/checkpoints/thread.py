@@ -23,8 +23,8 @@ from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import checkpoint_folders, step_of
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.checkpoint import Checkpoint, remove_checkpoints
-from qlora_fsdp.training.checkpoint_write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
+from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, remove_checkpoints
+from qlora_fsdp.training.checkpoints.write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
 
 POLL_SECONDS = 0.2
 

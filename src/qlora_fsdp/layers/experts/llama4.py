@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
-from qlora_fsdp.layers.experts import experts_forward
+from qlora_fsdp.layers.experts.forward import experts_forward
 
 
 class Llama4Experts(Llama4TextExperts):

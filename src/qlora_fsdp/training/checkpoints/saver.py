@@ -3,7 +3,7 @@
 A signal may reach a single rank. So at the end of each step all ranks agree whether one came
 (`Saver.wants_checkpoint`); then they save and stop together.
 
-A thread writes each checkpoint while training continues (checkpoint_thread.py). The next checkpoint, a signal and the
+A thread writes each checkpoint while training continues (thread.py). The next checkpoint, a signal and the
 end of the run wait for that thread. A run that ends in an error waits for it only a few seconds.
 """
 
@@ -19,9 +19,9 @@ from typing import NoReturn
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training.checkpoint import load_checkpoint, read_manifest
-from qlora_fsdp.training.checkpoint_thread import CheckpointThread
-from qlora_fsdp.training.rescue import save_adapter_elsewhere, save_checkpoint_elsewhere
+from qlora_fsdp.training.checkpoints.checkpoint import load_checkpoint, read_manifest
+from qlora_fsdp.training.checkpoints.rescue import save_adapter_elsewhere, save_checkpoint_elsewhere
+from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 
 ERROR_SECONDS = 10.0  # how long a run that ends in an error waits for a checkpoint to be finished
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.fsdp_state import rest
-from qlora_fsdp.training.batch_key import fill
+from qlora_fsdp.training.capture.batch_key import fill
 
 
 class NotRecorded(Exception):

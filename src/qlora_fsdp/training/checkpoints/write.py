@@ -26,9 +26,23 @@ from qlora_fsdp.common.sizes import SLAB_BYTES, round_up
 from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor, replica_of
-from qlora_fsdp.training.checkpoint import MANIFEST, Checkpoint, digest_manifest, temporary_name, trained_state
+from qlora_fsdp.training.checkpoints.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    digest_manifest,
+    temporary_name,
+    trained_state,
+)
+from qlora_fsdp.training.checkpoints.saved_tensors import (
+    INDEX,
+    OWN,
+    BadFile,
+    rank_file,
+    read_index,
+    read_rows,
+    write_index,
+)
 from qlora_fsdp.training.optim import LocalAdamW8bit
-from qlora_fsdp.training.saved_tensors import INDEX, OWN, BadFile, rank_file, read_index, read_rows, write_index
 
 ALIGNMENT = 64  # bytes
 MODEL = "model."  # what the names of parameters begin with in `trained_state`

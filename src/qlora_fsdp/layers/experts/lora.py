@@ -8,9 +8,9 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.expert_adapter import ExpertAdapter
-from qlora_fsdp.layers.experts import experts_forward, sums_over_rows
-from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
+from qlora_fsdp.layers.experts.adapter import ExpertAdapter
+from qlora_fsdp.layers.experts.forward import experts_forward, sums_over_rows
+from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 
 
 class ExpertLora(ParamWrapper):

@@ -16,7 +16,14 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, step_of
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
-from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
+from qlora_fsdp.training.checkpoints.checkpoint import (
+    ANEW,
+    MANIFEST,
+    Checkpoint,
+    read_manifest,
+    remove_checkpoints,
+    resume_hint,
+)
 
 SLICES = "distributed.context_parallel"
 OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan

@@ -1,0 +1,1 @@
+"""Attention that keeps packed rows apart, and its kernels."""

@@ -1,0 +1,1 @@
+"""Weights that are stored as codes and scales, and products with them."""
