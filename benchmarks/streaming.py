@@ -93,7 +93,7 @@ def rank_main(job: dict[str, Any]) -> None:
 
     from qlora_fsdp.config.schema import Config, DataConfig, TrainingConfig
     from qlora_fsdp.data.split import BatchSplit
-    from qlora_fsdp.data.stream import open_stream
+    from qlora_fsdp.data.streams.stream import open_stream
     from qlora_fsdp.runtime.processes import start_processes
     from qlora_fsdp.training.batches import GlobalBatches
 
@@ -151,9 +151,9 @@ def rank_main(job: dict[str, Any]) -> None:
 def seek_main(file: Path, num_rows: int) -> None:
     """How long it takes to have rows from 90 % of a file on."""
     from qlora_fsdp.config.schema import DataConfig
-    from qlora_fsdp.data.endless_rows import EndlessRows
-    from qlora_fsdp.data.position import Position
+    from qlora_fsdp.data.files.position import Position
     from qlora_fsdp.data.read import find_source
+    from qlora_fsdp.data.streams.endless_rows import EndlessRows
 
     write_rows(file, SEEK_ROWS, num_rows // SEEK_ROWS)
     source = find_source(str(file), DataConfig())

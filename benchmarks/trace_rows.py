@@ -20,7 +20,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.chat_template import has_generation_marks
+from qlora_fsdp.data.chats.template import has_generation_marks
 from qlora_fsdp.data.tokenize import RowTokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
 from qlora_fsdp.config.schema import ModelConfig
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.data.stream import open_stream
+from qlora_fsdp.data.streams.stream import open_stream
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.runtime.processes import start_processes, stop_processes

@@ -13,8 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import LossOn
-from qlora_fsdp.data.calls import write_calls
-from qlora_fsdp.data.chat_template import Span, has_generation_marks
+from qlora_fsdp.data.chats.calls import write_calls
+from qlora_fsdp.data.chats.template import Span, has_generation_marks
 from qlora_fsdp.data.format import FormattedRow
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
 

@@ -11,10 +11,10 @@ from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn
 from qlora_fsdp.data.read import find_source
 from qlora_fsdp.data.sequences import SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.data.stream import StreamedSequences
+from qlora_fsdp.data.streams.stream import StreamedSequences
+from qlora_fsdp.data.streams.window_maker import WindowMaker
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.data.window_maker import WindowMaker
 from qlora_fsdp.runtime.processes import Processes
 
 TOKENIZER = byte_tokenizer()

@@ -15,11 +15,11 @@ import pytest
 from qlora_fsdp import preview, status
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
-from qlora_fsdp.data import chat_template
-from qlora_fsdp.data.conversation import format_messages
-from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.chats import template as chat_template
+from qlora_fsdp.data.chats.conversation import format_messages
+from qlora_fsdp.data.files.position import Position
+from qlora_fsdp.data.streams.windows import Place, find_place
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
-from qlora_fsdp.data.windows import Place, find_place
 from qlora_fsdp.generate import GenerateSettings, _read_rows
 from qlora_fsdp.inference.prompts import chat_tokens
 from qlora_fsdp.records.run_state import read_jobs, read_json, read_metrics, read_run

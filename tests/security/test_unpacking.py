@@ -17,7 +17,7 @@ import pytest
 from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataConfig
-from qlora_fsdp.data import unpacking
+from qlora_fsdp.data.files import unpacking
 from qlora_fsdp.data.read import find_source, iterate_rows
 
 ROW = b'{"prompt": "a", "completion": "b"}\n'

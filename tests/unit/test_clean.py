@@ -23,7 +23,7 @@ from qlora_fsdp.config.schema import (
     TaskName,
     TrainingConfig,
 )
-from qlora_fsdp.data import row_hashes
+from qlora_fsdp.data.cleaning import row_hashes
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -216,7 +216,7 @@ def test_what_was_found_is_kept_for_other_ranks_and_later_runs(
 
     with monkeypatch.context() as patch:
         patch.setattr(row_hashes, "_hash", fail)
-        patch.setattr("qlora_fsdp.data.near_duplicates._find", fail)
+        patch.setattr("qlora_fsdp.data.cleaning.near_duplicates._find", fail)
         assert texts(prepare(path, near_duplicates=0.5).train) == texts(first.train)
         assert texts(prepare(path, near_duplicates=0.5, is_main=False).train) == texts(first.train)
     for file in kept:

@@ -12,8 +12,8 @@ from tests.helpers.slow_format import slow_format
 from tests.unit.test_data_tokens import MISTRAL_TEMPLATE, PLAIN_TEMPLATE, THINKING_TEMPLATE
 
 from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
-from qlora_fsdp.data import chat_template
-from qlora_fsdp.data.conversation import format_messages
+from qlora_fsdp.data.chats import template as chat_template
+from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenizer import load_tokenizer
 

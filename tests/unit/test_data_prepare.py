@@ -42,7 +42,8 @@ from qlora_fsdp.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
-from qlora_fsdp.data import json_list, row_files, shards, tokenize_source
+from qlora_fsdp.data import shards, tokenize_source
+from qlora_fsdp.data.files import json_list, row_files
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences

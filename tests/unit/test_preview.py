@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
-from qlora_fsdp.data.chat_markers import check_end_token, check_markers, instruct_name
+from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
 from qlora_fsdp.data.notes import check_prompt
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 

@@ -32,13 +32,13 @@ from tests.helpers.streams import stream as stream_on
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.batch import collate
-from qlora_fsdp.data.endless_rows import EndlessRows
-from qlora_fsdp.data.kept_windows import KeptWindows
-from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.data.stream import StreamedSequences
-from qlora_fsdp.data.windows import Place, Window, find_place, note_place
+from qlora_fsdp.data.streams.endless_rows import EndlessRows
+from qlora_fsdp.data.streams.kept_windows import KeptWindows
+from qlora_fsdp.data.streams.stream import StreamedSequences
+from qlora_fsdp.data.streams.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.training.batches import GlobalBatches
@@ -211,7 +211,7 @@ def test_kept_windows_are_gone_on_with_and_made_again_where_they_are_not(
     def fill(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("qlora_fsdp.data.kept_windows.create", fill)
+    monkeypatch.setattr("qlora_fsdp.data.streams.kept_windows.create", fill)
     with caplog.at_level(logging.WARNING, "qlora_fsdp"):
         assert texts(open_stream("full"), 0, NUM_SEQUENCES) == found
     assert [record.message.partition(". ")[0] for record in caplog.records] == [
@@ -261,7 +261,7 @@ def check_positions(source: Any) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_kind_of_file_is_read_on_from_any_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr("qlora_fsdp.data.row_files.BATCH_ROWS", 4)
+    monkeypatch.setattr("qlora_fsdp.data.files.row_files.BATCH_ROWS", 4)
     FILES[name](tmp_path / name)
     (tmp_path / "zz.jsonl").write_text('{"text": "another file"}\n' * 3)
     check_positions(find_source(str(tmp_path), DataConfig()))
@@ -294,7 +294,7 @@ def test_remote_files_and_hub_data_sets_are_read_on_from_any_position(tmp_path: 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_what_is_before_a_position_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr("qlora_fsdp.data.row_files.BATCH_ROWS", 10)
+    monkeypatch.setattr("qlora_fsdp.data.files.row_files.BATCH_ROWS", 10)
     file = tmp_path / name
     FILES[name](file)
     rows = EndlessRows(find_source(str(file), DataConfig()), Position())

@@ -10,7 +10,7 @@ from typing import Any
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.schema import DataConfig
 
-# Suffixes of the files that data/row_files.py reads.
+# Suffixes of the files that data/files/row_files.py reads.
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
 
 # datasets' `save_to_disk` writes this beside the folders of a data set's splits.

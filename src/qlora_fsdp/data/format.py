@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import DataFormat, LossOn
-from qlora_fsdp.data.chat_template import Span
-from qlora_fsdp.data.conversation import format_messages
+from qlora_fsdp.data.chats.conversation import format_messages
+from qlora_fsdp.data.chats.template import Span
 from qlora_fsdp.data.row import REFUSED, SYSTEM, BadRow
 
 ALPACA = (

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.data.calls import ASSISTANT, USER
-from qlora_fsdp.data.chat_markers import check_end_token, check_markers
-from qlora_fsdp.data.chat_template import Conversation
+from qlora_fsdp.data.chats.calls import ASSISTANT, USER
+from qlora_fsdp.data.chats.markers import check_end_token, check_markers
+from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.data.row import BadRow, as_template_sees

@@ -23,12 +23,10 @@ from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.columns import NOT_TEXT, used_columns
-from qlora_fsdp.data.find_files import find_files
-from qlora_fsdp.data.labels import used_label_columns
-from qlora_fsdp.data.position import Position
-from qlora_fsdp.data.preferences import preference_columns
-from qlora_fsdp.data.row_file import RowFile
-from qlora_fsdp.data.row_files import (
+from qlora_fsdp.data.files.find_files import find_files
+from qlora_fsdp.data.files.position import Position
+from qlora_fsdp.data.files.row_file import RowFile
+from qlora_fsdp.data.files.row_files import (
     BATCH_ROWS,
     BROKEN,
     ChooseColumns,
@@ -39,7 +37,9 @@ from qlora_fsdp.data.row_files import (
     known_suffixes,
     read_text,
 )
-from qlora_fsdp.data.unpacking import Unpacking
+from qlora_fsdp.data.files.unpacking import Unpacking
+from qlora_fsdp.data.labels import used_label_columns
+from qlora_fsdp.data.preferences import preference_columns
 
 if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in the cache do not need it
     import datasets

@@ -1,7 +1,7 @@
 """The data of a run: one process per node tokenizes every source into the cache, then every rank opens the sequences.
 
 A source is a file, a folder or a hub data set: `data.path`, each data set of `data.mix`, or `data.eval_path`. Data that
-is streamed (data.streaming) is opened by `stream.py` instead.
+is streamed (data.streaming) is opened by `streams/stream.py` instead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_e
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy, MixUntil
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.answers import check_judged, wrap_answers
-from qlora_fsdp.data.clean import clean_rows, compare_with_held_out
+from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
+from qlora_fsdp.data.cleaning.row_hashes import hash_rows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
 from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, count_tokens, repeat_rows
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths
-from qlora_fsdp.data.row_hashes import hash_rows
 from qlora_fsdp.data.sequences import (
     Indices,
     RandomRows,

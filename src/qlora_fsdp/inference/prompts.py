@@ -13,8 +13,8 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.calls import write_calls
-from qlora_fsdp.data.chat_template import check_length, limited_rendering
+from qlora_fsdp.data.chats.calls import write_calls
+from qlora_fsdp.data.chats.template import check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees, check_row
 from qlora_fsdp.data.tokenizer import begin_tokens, encode

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.module_names import is_target
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.data.chat_markers import chosen_markers, explain_untrained
+from qlora_fsdp.data.chats.markers import chosen_markers, explain_untrained
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # The names by which models store their input embeddings.

@@ -25,8 +25,8 @@ from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.batch import collate, micro_batch_indices
+from qlora_fsdp.data.cleaning.row_hashes import read_kept
 from qlora_fsdp.data.prefetch import prefetch
-from qlora_fsdp.data.row_hashes import read_kept
 from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER

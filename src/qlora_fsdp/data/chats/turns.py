@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.data.chat_template import Conversation, Span, Trace
+from qlora_fsdp.data.chats.template import Conversation, Span, Trace
+from qlora_fsdp.data.chats.turn_kinds import find_by_kind
 from qlora_fsdp.data.row import NO_TARGET, BadRow, called_name
-from qlora_fsdp.data.turn_kinds import find_by_kind
 
 _PROBE = "\ue000"  # of Unicode's private use area, which no text should have
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import islice
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.files.position import Position
+from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.read import Source, iterate_rows
-from qlora_fsdp.data.row_files import RawRow
 
 ROWS_A_READER = 100_000  # of a file that can be sought, after which the next rank reads on
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.data.chat_template import Conversation
+from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.row import BadRow
 
 Message = dict[str, Any]

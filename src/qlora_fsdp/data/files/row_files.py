@@ -27,10 +27,10 @@ import pyarrow.parquet as pq
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.columns import NOT_TEXT
-from qlora_fsdp.data.json_list import NotAList, read_list
-from qlora_fsdp.data.position import Position
-from qlora_fsdp.data.row_file import RowFile
-from qlora_fsdp.data.unpacking import Unpacking
+from qlora_fsdp.data.files.json_list import NotAList, read_list
+from qlora_fsdp.data.files.position import Position
+from qlora_fsdp.data.files.row_file import RowFile
+from qlora_fsdp.data.files.unpacking import Unpacking
 
 RawRow = tuple[str, bytes]  # place, JSON
 ChooseColumns = Callable[[Sequence[str]], list[str]]  # of the columns that a file has, those to read

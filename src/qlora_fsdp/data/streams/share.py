@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
-from qlora_fsdp.data.row_files import RawRow
+from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
 from qlora_fsdp.data.shards import ROWS_A_BATCH
 from qlora_fsdp.data.tokenize import Columns, Mask, Tokens

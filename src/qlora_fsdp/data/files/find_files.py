@@ -10,9 +10,9 @@ from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.text import is_unicode, plural, printable
 from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
-from qlora_fsdp.data.remote import find_remote, is_remote
-from qlora_fsdp.data.row_file import RowFile
-from qlora_fsdp.data.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
+from qlora_fsdp.data.files.remote import find_remote, is_remote
+from qlora_fsdp.data.files.row_file import RowFile
+from qlora_fsdp.data.files.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
 
 MAX_NAMES = 20  # of files that are left out for one reason
 # datasets' `save_to_disk` writes these beside a data set's Arrow files.

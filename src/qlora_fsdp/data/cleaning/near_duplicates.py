@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.config.schema import DataConfig
-from qlora_fsdp.data.row_hashes import Hashes, keep, name_file, read_kept
+from qlora_fsdp.data.cleaning.row_hashes import Hashes, keep, name_file, read_kept
 from qlora_fsdp.data.sequences import Indices, Rows
 
 SHINGLE = 5  # tokens

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.data.counts import ReadReport
-from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.sequences import Indices, Sequences
-from qlora_fsdp.data.share import split_targets
+from qlora_fsdp.data.streams.share import split_targets
 from qlora_fsdp.data.tokenize import TokenRow
 from qlora_fsdp.records.record_files import records_in
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.limits import limited_memory
 from qlora_fsdp.common.text import show_bytes
-from qlora_fsdp.data.row_file import RowFile
+from qlora_fsdp.data.files.row_file import RowFile
 
 FREE_BYTES = 2**27  # that any file may unpack to; parsed, these can take twenty times as much memory
 BATCH_BYTES = 2**30  # of memory for a batch of rows, beside what the file may unpack to

@@ -21,8 +21,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.calls import ANSWER, ASSISTANT, CALL, NEXT_USER, SYSTEM, TOOLS, USER, WORD, Message, write_calls
-from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_words
+from qlora_fsdp.data.chats.calls import (
+    ANSWER,
+    ASSISTANT,
+    CALL,
+    NEXT_USER,
+    SYSTEM,
+    TOOLS,
+    USER,
+    WORD,
+    Message,
+    write_calls,
+)
+from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_words
 from qlora_fsdp.data.row import BadRow
 
 FindTurn = Callable[[Conversation, str, int], Span | None]

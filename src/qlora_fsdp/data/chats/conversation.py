@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
-from qlora_fsdp.data.calls import write_calls
-from qlora_fsdp.data.chat_markers import explain_no_template
-from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts, has_generation_marks
+from qlora_fsdp.data.chats.calls import write_calls
+from qlora_fsdp.data.chats.markers import explain_no_template
+from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_texts, has_generation_marks
+from qlora_fsdp.data.chats.turn_kinds import can_trace
+from qlora_fsdp.data.chats.turns import find_turns
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, called_name, is_trained
-from qlora_fsdp.data.turn_kinds import can_trace
-from qlora_fsdp.data.turns import find_turns
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 

@@ -8,7 +8,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.row_file import RowFile
+from qlora_fsdp.data.files.row_file import RowFile
 
 # What file systems tell of a file that changes with its contents. Not all of them tell all of it.
 FACTS = (

@@ -16,10 +16,10 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.answers import JudgedRows
+from qlora_fsdp.data.cleaning.near_duplicates import find_near_duplicates
+from qlora_fsdp.data.cleaning.row_hashes import Hashes, hash_rows
 from qlora_fsdp.data.counts import NUM_EXAMPLES, Cleaning
 from qlora_fsdp.data.mix import MixedRows
-from qlora_fsdp.data.near_duplicates import find_near_duplicates
-from qlora_fsdp.data.row_hashes import Hashes, hash_rows
 from qlora_fsdp.data.sequences import Indices, Rows
 
 

@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.data.counts import ReadReport
-from qlora_fsdp.data.endless_rows import EndlessRows, find_reader_rank
-from qlora_fsdp.data.kept_windows import KeptWindows
-from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.files.position import Position
+from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.read import Source
-from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
-from qlora_fsdp.data.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
 from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.streams.endless_rows import EndlessRows, find_reader_rank
+from qlora_fsdp.data.streams.kept_windows import KeptWindows
+from qlora_fsdp.data.streams.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
+from qlora_fsdp.data.streams.windows import Place, Window, WindowRows
 from qlora_fsdp.data.together import failing_together
-from qlora_fsdp.data.windows import Place, Window, WindowRows
 from qlora_fsdp.data.workers import MapBatches
 from qlora_fsdp.runtime.processes import Processes
 

@@ -27,9 +27,9 @@ from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.files import create, remove, replacing
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.data.position import Position
-from qlora_fsdp.data.share import Problem, Share, ShareTable
-from qlora_fsdp.data.windows import Place
+from qlora_fsdp.data.files.position import Position
+from qlora_fsdp.data.streams.share import Problem, Share, ShareTable
+from qlora_fsdp.data.streams.windows import Place
 from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.records.run_state import WINDOWS_FOLDER, checkpoint_folders, step_of
 

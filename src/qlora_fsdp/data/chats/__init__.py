@@ -1,0 +1,1 @@
+"""What a chat template makes of a conversation, and which part of that is trained on."""

@@ -1,0 +1,1 @@
+"""Rows of the training data that are left out: too short or long, repeated, or held out too."""
