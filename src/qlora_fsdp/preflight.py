@@ -30,9 +30,9 @@ from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
-from qlora_fsdp.config.data_sets import settings_for
+from qlora_fsdp.config.data_sets import mixed_sets, settings_for
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
-from qlora_fsdp.config.schema import Config, ModelConfig
+from qlora_fsdp.config.schema import Config, MixUntil, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
@@ -267,9 +267,13 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
     names = all_paths(config.data)
     missing = [name for name in names if not match(name)]
     if names and not missing:
-        paths = [path for name in names for path in match(name)]
-        files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
-        num_bytes = sum(file.stat().st_size for file in files)
+        sizes = [_num_bytes(name) for name in config.data.mix or names]
+        num_epochs = training.num_epochs * (1 - config.data.eval_fraction)
+        num_bytes: float = sum(sizes)
+        if config.data.mix:  # as if all rows had one length
+            weights = [own.weight for own in mixed_sets(config.data).values()]
+            of_all = min if config.data.mix_until is MixUntil.shortest else max
+            num_bytes = sum(weights) * of_all(size / weight for size, weight in zip(sizes, weights, strict=True))
         sets = [settings_for(name, config.data) for name in config.data.mix] or [config.data]
         of_parts = {
             "data.max_rows": any(own.max_rows is not None for own in sets),
@@ -277,12 +281,18 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
         }
         fewer = " and ".join(key for key, is_set in of_parts.items() if is_set)
         source = f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token{f'; less by {fewer}' if fewer else ''}"
-        return training.num_epochs * num_bytes / BYTES_A_TOKEN, source
+        return num_epochs * num_bytes / BYTES_A_TOKEN, source
     if missing and config.data.is_default:
         return 1e8, f"an example: the run would train on {missing[0]}, the default; data.path= names your own data"
     if missing:
         return 1e8, f"an example: {', '.join(missing)} is not here"
     return 1e8, "an example: set data.path or training.max_steps for your own"
+
+
+def _num_bytes(name: str) -> int:
+    paths = match(name)
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
 def _name(config: Config) -> str:

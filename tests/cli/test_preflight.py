@@ -182,6 +182,12 @@ def test_where_the_number_of_tokens_comes_from(tmp_path: Path):
     assert count(data, "data.max_rows=9", "data.split='train[:50%]'") == (4e6, fewer)
     part = f"data.mix={{{tmp_path}/rows.jsonl: {{max_rows: 9, split: 'train[:50%]'}}}}"
     assert count(part) == (4e6, fewer)
+    assert count(data, "data.eval_fraction=0.25")[0] == 3e6
+    (tmp_path / "more.jsonl").write_bytes(b" " * 2_000_000)
+    both = f"data.mix={{{tmp_path}/rows.jsonl: 3, {tmp_path}/more.jsonl: 1}}"
+    assert count(both)[0] == 2 * 8e6 * 4 / 3 / 4
+    assert count(both, data)[0] == count(both)[0], "training refuses both"
+    assert count(both, "data.mix_until=shortest")[0] == 2 * 2e6 * 4 / 4
     mix = [f"data.mix={{{tmp_path}/rows.jsonl: 1}}", "data.mix_until=tokens", "data.mix_tokens=3000"]
     assert count(*mix) == (6000, "data.mix_tokens=3000")
 

@@ -111,16 +111,19 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
     calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
     text = render(messages) if calling else ""
     for number in calling:
+        calls = messages[number]["tool_calls"]
         without = {key: value for key, value in messages[number].items() if key != "tool_calls"}
-        try:
-            is_left_out = text == render([*messages[:number], {"content": "", **without}, *messages[number + 1 :]])
-        except BadRow:  # a template that can't do without them writes them
-            is_left_out = False
-        if is_left_out:
-            detail = (
-                f"it leaves out the tool_calls of message {number + 1}; set data.chat_template to one that has them"
-            )
-            raise BadRow(REFUSED, detail)
+        fewer = [{"content": "", **without}]
+        if len(calls) > 1:
+            fewer += [{**messages[number], "tool_calls": calls[:n] + calls[n + 1 :]} for n in range(len(calls))]
+        for message in fewer:
+            try:
+                is_left_out = text == render([*messages[:number], message, *messages[number + 1 :]])
+            except BadRow:  # a template that can't do without them writes them
+                is_left_out = False
+            if is_left_out:
+                what = f"it leaves out {'one of ' if 'tool_calls' in message else ''}the tool_calls of message"
+                raise BadRow(REFUSED, f"{what} {number + 1}; set data.chat_template to one that has them")
 
 
 def _turn_span(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from qlora_fsdp.records.run_folder import log
 def figures(step: int, **more: Any) -> dict[str, Any]:
     return {
         **{"step": step, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 2e-4, "tokens_per_second_per_gpu": 16139.4},
-        **{"mfu": None, "gpu_peak_gib": None, **more},
+        **{"mfu": None, "gpu_peak_gib": None, "seconds": 0.5, **more},
     }
 
 
@@ -84,6 +85,24 @@ def record(folder: Path, terminal: Terminal) -> None:
         journal.step(figures(step, loss=float(step)))
     log.warning("\033]0;title\007 of others")
     journal.evaluation(3, 2.125, {}, 0.5)
+
+
+def test_the_time_that_is_left_counts_neither_the_first_evaluation_nor_the_first_step_again(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An evaluation of ten minutes, a first step of one, and then two seconds a step and five for an evaluation."""
+    now = 0.0
+    monkeypatch.setenv("COLUMNS", "99")
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with contextlib.redirect_stdout(terminal):
+        start_log(tmp_path)
+    journal = Journal(tmp_path, load_config(["model=tiny", "data=random"]), 101, is_main=True, first_step=0)
+    shown = []
+    for step, seconds in ((1, 660.0), (2, 2.0), (3, 7.0), (11, 46.0)):
+        now += seconds
+        journal.step(figures(step, seconds=60.0 if step == 1 else 2.0))
+        shown.append(re.findall(r"[\d:]+$", terminal.shown[-1] or terminal.shown[-2])[0])
+    assert shown == ["1:40:00", "0:03:18", "0:07:21", "0:08:15"]
 
 
 def test_the_live_line_stays_below_the_log(terminal: Terminal, tmp_path: Path):

@@ -261,3 +261,46 @@ def test_long_conversations_take_few_renders(template: str, monkeypatch: pytest.
     _, spans = format_messages(messages, None, LossOn.completion, TOKENIZER)
     assert len(spans) == (120 if calls else 60)
     assert sum(counts) <= 40  # of small conversations, most of them
+
+
+def called(template: str, monkeypatch: pytest.MonkeyPatch, num_calls: int, **said: Any) -> list[str]:
+    """What is trained on of a conversation whose tools are called and answer, and of the question that follows."""
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    function = {"name": "add", "arguments": {"x": 1}}
+    calls = [{"type": "function", "id": f"call0000{n}", "function": function} for n in range(num_calls)]
+    answers = [{"role": "tool", "name": "add", "tool_call_id": call["id"], "content": "five"} for call in calls]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **said, "tool_calls": calls}, *answers]
+    more = [("assistant", "done"), ("user", "next"), ("assistant", "last")]
+    messages += [{"role": role, "content": content} for role, content in more]
+    text, spans = format_messages(messages, TOOLS, LossOn.completion, TOKENIZER)
+    return [text[start:end] for start, end in spans]
+
+
+def test_a_template_that_writes_the_first_of_two_calls_alone_refuses_the_row(monkeypatch: pytest.MonkeyPatch):
+    assert len(called(MODELS["gptoss"], monkeypatch, 1)) == 3
+    with pytest.raises(BadRow, match="leaves out one of the tool_calls of message 2"):
+        called(MODELS["gptoss"], monkeypatch, 2)
+
+
+@pytest.mark.parametrize("template", ["mistral_v2v3", "mistral_v3_tekken"])
+def test_calls_are_found_where_the_template_moves_the_tools(template: str, monkeypatch: pytest.MonkeyPatch):
+    call, *answers = called(MODELS[template], monkeypatch, 2)
+    assert call.startswith("[TOOL_CALLS]") and call.count('"add"') == 2 and call.endswith(TOKENIZER.eos_token)
+    assert [answer.strip() for answer in answers] == [f"{word}{TOKENIZER.eos_token}" for word in ("done", "last")]
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}])
+def test_a_template_that_writes_calls_only_where_content_is_null(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    call, *answers = called(MODELS["deepseek_r1_distill"], monkeypatch, 2, **said)
+    assert "function" in call and call.count('{"x": 1}') == 2 and len(answers) == 2
+
+
+def test_the_answer_of_a_tool_within_the_turn_that_calls_it_is_not_trained_on(monkeypatch: pytest.MonkeyPatch):
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.role }}]{% if m.tool_calls %}call:"
+        "{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments.x }}{% endif %}"
+        "{% if m.tool_calls and not loop.last %}({{ loop.nextitem.content }}){% endif %}{{ m.content }}<end>"
+        "{% endif %}{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+    )
+    with pytest.raises(BadRow, match="message 2 so that it can't be told from the rest"):
+        called(template, monkeypatch, 1, content="I add.")

@@ -623,7 +623,10 @@ PICTURE = {"bytes": b"that no library can decode", "path": None}
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "hub", "streamed from the hub"])
 @pytest.mark.parametrize(
     ("key", "values"),
-    [("images", [["a.png"], [], None]), ("image", ["a.png", "", None]), ("images", [[PICTURE], [], None])],
+    [
+        *(("images", [["a.png"], [], None]), ("image", ["a.png", "", None]), ("images", [[PICTURE], [], None])),
+        ("image", [True, False, None]),
+    ],
 )
 def test_rows_with_images_are_left_out_of_tables_too(
     tmp_path: Path, run: Callable[..., PreparedData], monkeypatch: pytest.MonkeyPatch, name: str, key: str, values: Any
@@ -647,6 +650,11 @@ def test_rows_with_images_are_left_out_of_tables_too(
     assert report.num_used_rows == 2 and report.unused == ()
     [problem] = report.problems
     assert f"the row has {key}, and training is on text alone" in str(problem)
+
+
+def test_an_object_of_nulls_is_no_image():
+    table = pa.table({"image": pa.array([{"bytes": None, "path": None}, PICTURE, None])})
+    assert [json.loads(row)["image"] for row in row_files.dump_table(table)] == [False, True, False]
 
 
 def test_patterns_and_lists_of_paths(tmp_path, run, monkeypatch):

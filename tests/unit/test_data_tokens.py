@@ -317,6 +317,17 @@ def test_a_system_message_that_the_template_leaves_out_of_answered_conversations
     assert "Be brief." in tokenizer.decode(tokenize({"messages": turns}, system_prompt="Be brief.")[0][1])
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_template_that_looks_for_words_in_another_field_is_told(role: str):
+    """Jinja writes nothing for a field that is not there, and the end markers alone would be trained on."""
+    words = f"m.text if m.role == '{role}' else m.content"
+    template = f"{{% for m in messages %}}[{{{{ m.role }}}}]{{{{ {words} }}}}<end>{{% endfor %}}"
+    [(problem, tokens, _)] = tokenize({"messages": CHAT[:3]}, tokenizer=make_tokenizer(template))
+    assert (problem, tokens) == ("refused by the chat template", [])
+    escaped = template.replace(words, "m.content | tojson")
+    assert "\\n" in trained_text({"messages": [CHAT[1], {**CHAT[2], "content": 'a\n"b"'}]}, make_tokenizer(escaped))
+
+
 @pytest.mark.parametrize("text", ["def f():\n    return 1\n", "a  ", "\n\n", " b"])
 def test_spaces_at_the_end_of_a_completion_are_trained_on_whatever_the_tokenizer_says_of_their_place(text: str):
     """GPT-NeoX's, OLMo's and StarCoder's tokenizers tell the places of tokens without the spaces in them."""

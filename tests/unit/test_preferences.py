@@ -33,6 +33,7 @@ from qlora_fsdp.config.schema import (
 from qlora_fsdp.data.batch import Batch, collate
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.rewire import attach_loss
@@ -40,6 +41,7 @@ from qlora_fsdp.memory.gpus import find_gpu
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.training.batches import GlobalBatches
 
 BOS, EOS, PAD = 256, 257, 258
 TOKENIZER = byte_tokenizer()
@@ -253,6 +255,8 @@ def test_counts_are_of_the_answers_and_not_of_the_room_for_others(tmp_path: Path
     prepared = prepare(tmp_path, rows, loss="kto")
     num_tokens = sum(len(tokens) for n in range(len(prepared.train)) for tokens, _ in prepared.train.rows_of(n))
     assert prepared.report.num_tokens == num_tokens < prepared.train.lengths.sum()
+    epoch = GlobalBatches(prepared.train, BatchSplit(1, len(prepared.train), 1, 1, len(prepared.train)), seed=0, rank=0)
+    assert epoch.of_step(0).num_tokens == num_tokens  # of the metrics of a step
 
 
 def test_another_answer_is_never_one_of_the_same_prompt(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def format_row(
     match form:
         case DataFormat.messages:
             text, spans = format_messages(row["messages"], row.get("tools"), loss_on, tokenizer)
-            _check_system(row["messages"][0], text)
+            _check_words(row, text, tokenizer)
             return FormattedRow(text, spans, is_chat=True)
         case DataFormat.text:
             return FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)
@@ -68,14 +68,34 @@ def format_row(
             assert_never(form)
 
 
-def _check_system(message: dict[str, Any], text: str) -> None:
-    """Refuses a conversation whose system message the template leaves out once it is answered, as Mistral's may."""
-    content = message.get("content")
-    if message["role"] not in SYSTEM or not isinstance(content, str) or content.strip() in text:
-        return
-    if " ".join(content.split()) not in " ".join(text.split()):
+def _check_words(row: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a conversation of which the template leaves words out.
+
+    It may leave out the system message once it is answered, as Mistral's do, or look for words in other fields.
+    """
+    messages = row["messages"]
+    if messages[0]["role"] in SYSTEM and _leaves_out(row, 0, text, tokenizer):
         reason = "it leaves out the system message, with which generate and chat would begin"
         raise BadRow(REFUSED, f"{reason}; put that into the first message of the user")
+    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    for number in (*asked[:1], *([len(messages) - 1] if is_answered else [])):
+        if _leaves_out(row, number, text, tokenizer):
+            what = f"what message {number + 1} says, of the {messages[number]['role']}"
+            raise BadRow(REFUSED, f"it leaves out {what}; set data.chat_template to one that has it")
+
+
+def _leaves_out(row: dict[str, Any], number: int, text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the text of a conversation would be the same with other words in one of its messages."""
+    messages = row["messages"]
+    content = messages[number].get("content")
+    if not isinstance(content, str) or content.rpartition("</think>")[2].strip().rpartition("\n")[2] in text:
+        return False  # as nearly always; templates drop thoughts
+    others = [*messages[:number], {**messages[number], "content": "other words"}, *messages[number + 1 :]]
+    try:
+        return format_messages(others, row.get("tools"), LossOn.all, tokenizer)[0] == text
+    except BadRow:
+        return False
 
 
 def _complete(prompt: str, completion: str, loss_on: LossOn) -> FormattedRow:

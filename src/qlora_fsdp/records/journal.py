@@ -34,7 +34,7 @@ class Journal:
 
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
         self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
-        self.started = self.last_row = time.monotonic()
+        self.first_done = self.last_row = time.monotonic()
         self.records, self.table = records_in(folder), ProgressTable(num_steps)
         if is_main:
             with writing(folder):
@@ -48,8 +48,12 @@ class Journal:
         if not self.is_main:
             return
         step, now = figures["step"], time.monotonic()
-        eta_seconds = (now - self.started) / (step - self.first_step) * (self.num_steps - step)
-        row = self.table.row(figures, eta_seconds)
+        # The first step is recorded and compiled for those after it, and follows an evaluation.
+        if step == self.first_step + 1:
+            self.first_done, seconds_a_step = now, figures["seconds"]
+        else:
+            seconds_a_step = (now - self.first_done) / (step - self.first_step - 1)
+        row = self.table.row(figures, seconds_a_step * (self.num_steps - step))
         if now - self.last_row > SECONDS_BETWEEN_ROWS or step in (self.first_step + 1, self.num_steps):
             self.last_row = now
             show_live("")

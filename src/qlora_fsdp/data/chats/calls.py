@@ -1,8 +1,9 @@
 """How a chat template wants calls of tools.
 
 Data has the arguments of a call as an object, or as the text that OpenAI's API gives. Most templates write an object as
-JSON, and would write text as JSON once more; DeepSeek's write text alone. Most know messages without content, and some
-refuse them. A template gets the form in which it writes a small conversation, whatever the data has.
+JSON, and would write text as JSON once more; DeepSeek's write text alone. Most know messages without content, some
+refuse them, and that of DeepSeek-R1's distills writes calls only where content is null. A template gets the form in
+which it writes a small conversation, whatever the data has.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": WORD, "pa
 class CallForm(NamedTuple):
     """What a template wants."""
 
-    text_arguments: bool = False  # JSON, and no object
-    empty_content: bool = False  # of a call without words, and not none
+    text_arguments: bool  # JSON, and no object
+    no_words: Message  # what a call without words has in their place
+
+
+FORMS = [CallForm(is_text, words) for is_text in (False, True) for words in ({}, {"content": ""}, {"content": None})]
 
 
 def write_calls(messages: list[Message], template: str, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
@@ -48,7 +52,7 @@ def write_calls(messages: list[Message], template: str, tokenizer: PreTrainedTok
 @lru_cache(maxsize=64)
 def _find_form(template: str, tokenizer: PreTrainedTokenizerBase) -> CallForm:
     call, answer = {"role": "assistant", "tool_calls": [CALL]}, {**ANSWER, "tool_call_id": CALL["id"]}
-    for form in (CallForm(*values) for values in ((False, False), (False, True), (True, False), (True, True))):
+    for form in FORMS:
         messages = [USER, _write(call, form), answer, ASSISTANT]
         try:
             text = Conversation(messages, None, template, tokenizer).render(messages)
@@ -56,14 +60,14 @@ def _find_form(template: str, tokenizer: PreTrainedTokenizerBase) -> CallForm:
             continue
         if WORD in text and str(CALL["function"]["arguments"]) not in text:  # a dictionary as Python shows it
             return form
-    return CallForm()
+    return FORMS[0]
 
 
 def _write(message: Message, form: CallForm) -> Message:
     calls = message["tool_calls"]
     if isinstance(calls, list):
         message = {**message, "tool_calls": [_write_call(call, form) for call in calls]}
-    return {"content": "", **message} if form.empty_content else message
+    return message if message.get("content") else {**message, **form.no_words}
 
 
 def _write_call(call: Any, form: CallForm) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -93,7 +94,7 @@ def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> N
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
     Raises:
-        BadRow: a message's calls are left out.
+        BadRow: a message's calls are left out, or one of them, as gpt-oss's template writes the first one alone.
     """
     calling = [number for number, message in enumerate(conversation.messages) if message.get("tool_calls")]
     if trace is not None:
@@ -102,21 +103,26 @@ def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> N
     for number in calling:
         if number in written:
             continue
-        without = {key: value for key, value in conversation.messages[number].items() if key != "tool_calls"}
-        try:
-            is_left_out = text == conversation.render(conversation.replace(number, {"content": "", **without}))
-        except BadRow:  # a template that can't do without them writes them
-            is_left_out = False
-        if is_left_out:
-            fix = "set data.chat_template to one that has them"
-            raise BadRow(REFUSED, f"it leaves out the tool_calls of message {number + 1}; {fix}")
+        message = conversation.messages[number]
+        calls = message["tool_calls"] if isinstance(message["tool_calls"], list) else []
+        without = {key: value for key, value in message.items() if key != "tool_calls"}
+        shorter = [{**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]} for place in range(len(calls))]
+        for fewer in [{"content": "", **without}, *(shorter if len(calls) > 1 else [])]:
+            try:
+                is_left_out = text == conversation.render(conversation.replace(number, fewer))
+            except BadRow:  # a template that can't do without them writes them
+                is_left_out = False
+            if is_left_out:
+                what = "one of the" if "tool_calls" in fewer else "the"
+                fix = "set data.chat_template to one that has them"
+                raise BadRow(REFUSED, f"it leaves out {what} tool_calls of message {number + 1}; {fix}")
 
 
 def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
-    """Whether the text that a message gave has the name of the function it calls, which nothing but the call gives."""
+    """Whether the text that a message gave has the name of the one function it calls, which the call alone gives."""
     message, part = conversation.messages[number], trace.parts.get(number)
     name = called_name(message)
-    if part is None or name is None:
+    if part is None or name is None or len(message["tool_calls"]) > 1:
         return False
     rest = trace.text[part[0] : part[1]]
     for said in (str(value).strip() for key, value in message.items() if key != "tool_calls"):
@@ -127,29 +133,30 @@ def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
 
 
 def _written_calls(conversation: Conversation, text: str, calling: list[int]) -> set[int]:
-    """The messages whose calls are surely in the text.
+    """The messages all of whose calls are surely in the text.
 
-    One render has a tag after the name of each message's first function. Where the tags are the only difference from
-    the text, each message whose tag is there has its calls written. Others are checked one by one.
+    One render has a tag after the name of each function that they call. Where the tags are the only difference from the
+    text, each message whose tags are there has its calls written. Others are checked one by one.
     """
     messages = list(conversation.messages)
+    tags: Counter[int] = Counter()
     for number in calling:
-        messages[number] = _tag_call(messages[number], number)
+        calls = messages[number]["tool_calls"]
+        if isinstance(calls, list):
+            tags[number] = len(calls)
+            messages[number] = {**messages[number], "tool_calls": [_tag_call(call, number) for call in calls]}
     try:
         tagged = conversation.render(messages)
     except BadRow:  # a template that knows the tools' names
         return set()
-    return {int(number) for number in _TAG.findall(tagged)} if _TAG.sub("", tagged) == text else set()
+    found = Counter(int(number) for number in _TAG.findall(tagged)) if _TAG.sub("", tagged) == text else Counter()
+    return {number for number, count in tags.items() if found[number] == count}
 
 
-def _tag_call(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """The message with a tag after the name of the function that it calls first, if it has one."""
-    calls = message["tool_calls"]
-    if not isinstance(calls, list) or not isinstance(calls[0], dict):
-        return message
-    call = calls[0]
-    function = call.get("function", call)
+def _tag_call(call: Any, number: int) -> Any:
+    """The call with a tag after the name of its function, if it has one."""
+    function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return message
+        return call
     tagged = {**function, "name": f"{function['name']}\ue001{number}\ue002"}
-    return {**message, "tool_calls": [{**call, "function": tagged} if function is not call else tagged, *calls[1:]]}
+    return {**call, "function": tagged} if function is not call else tagged

@@ -33,10 +33,9 @@ def find_turns(conversation: Conversation, text: str, trace: Trace | None, train
     if trace is not None:
         spans = find_by_kind(conversation, trace, turns, find_turn)
         spans |= _find_alike(conversation, trace, [number for number in turns if number not in spans])
-    if len(spans) < len(turns):
-        conversation = _without_dropped(conversation, text, trace)
+    written = _without_dropped(conversation, text, trace) if len(spans) < len(turns) else conversation
     for number in turns:
-        span = spans.get(number) or find_turn(conversation, text, number)
+        span = spans.get(number) or find_turn(written, text, number) or _find_call(conversation, trace, number)
         if span is None:
             raise BadRow(
                 NO_TARGET,
@@ -141,7 +140,7 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
     if start is not None and end is not None:
         return start, end
 
-    content = message.get("content", "")
+    content = message.get("content") or ""
     if not isinstance(content, str):
         return None
     probe = {**message, "content": _PROBE}
@@ -160,7 +159,34 @@ def find_turn(conversation: Conversation, text: str, number: int) -> Span | None
     is_silent_call = not content.strip() and name is not None and name in text[start:end]
     if (content_start >= content_end and not is_silent_call) or (marker and not marker_length):
         return None
-    return start, end
+    return None if _holds_answer(conversation, text, number, (start, end)) else (start, end)
+
+
+def _find_call(conversation: Conversation, trace: Trace | None, number: int) -> Span | None:
+    """Finds a call of tools without words where other messages move, as Mistral's templates move tools.
+
+    It is the message's part of the text without the prompt for it.
+    """
+    part = None if trace is None else trace.parts.get(number)
+    message = conversation.messages[number]
+    name = called_name(message)
+    if trace is None or part is None or name is None or message.get("content") or number == 0:
+        return None
+    before = conversation.messages[:number]
+    header = conversation.render(before, prompt=True)[len(conversation.render(before)) :]
+    span = part[0] + len(header), part[1]
+    is_call = trace.text.startswith(header, part[0]) and name in trace.text[slice(*span)]
+    return span if is_call and not _holds_answer(conversation, trace.text, number, span) else None
+
+
+def _holds_answer(conversation: Conversation, text: str, number: int, span: Span) -> bool:
+    """Whether the answer of a tool lies in the turn that calls it, as Gemma 4's templates write it before words."""
+    answer = next((message for message in conversation.messages[number + 1 : number + 2]), {})
+    if answer.get("role") != "tool":
+        return False
+    probe = conversation.replace(number + 1, {**answer, "content": _PROBE})
+    start, end = _difference(text, conversation.render(probe))
+    return start < span[1] and end > span[0]
 
 
 def _marker_before_more(conversation: Conversation, number: int, probe: dict[str, Any], before: str) -> str:

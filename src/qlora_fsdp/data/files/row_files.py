@@ -17,6 +17,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -80,18 +81,21 @@ def dump_row(row: Any) -> bytes:
 def dump_table(table: pa.Table) -> list[bytes]:
     """The rows of a table as raw rows. Of images and the like there is only whether a row has any."""
     for number, name in enumerate(table.column_names):
-        if name in NOT_TEXT:
+        kind = table.column(name).type
+        if name in NOT_TEXT and (pa.types.is_nested(kind) or any(is_kind(kind) for is_kind in TEXTS)):
             table = table.set_column(number, name, _are_there(table.column(name)))
     return [dump_table_row(row) for row in table.to_pylist()]
 
 
 def _are_there(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Whether each value of a column is there, and no empty list or text."""
+    """Whether each value of a column is there, and no empty list or text, or object of such."""
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0)
     if any(is_kind(kind) for is_kind in TEXTS):
         return pc.greater(pc.fill_null(pc.binary_length(column), 0), 0)
+    if pa.types.is_struct(kind) and kind.num_fields:
+        return reduce(pc.or_, (_are_there(pc.struct_field(column, [n])) for n in range(kind.num_fields)))
     return column.is_valid()
 
 
