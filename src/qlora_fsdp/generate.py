@@ -15,11 +15,11 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import for_stdout, is_unicode, shorten
+from qlora_fsdp.common.text import is_unicode, shorten
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
+from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
 if TYPE_CHECKING:
     from qlora_fsdp.model.assemble import AssembledModel
@@ -94,11 +94,11 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     if not processes.is_main:
         return
     if settings.prompt is not None and settings.out is None:
-        print(for_stdout(everyone[0]))
+        print_result(everyone[0])
         return
     lines = [json.dumps({**row, "completion": everyone[i]}, ensure_ascii=False) for i, row in enumerate(rows)]
     if settings.out is None:
-        print(for_stdout("\n".join(lines)))
+        print_result("\n".join(lines))
         return
     write_out(settings.out, "\n".join(lines) + "\n")
     log.info(f"{len(lines)} completions in {settings.out}")

@@ -55,6 +55,20 @@ def write_out(out: str, text: str) -> None:
         raise RunFolderError(f"out={out} {reason} Set out to another file.") from error
 
 
+def print_result(text: str) -> None:
+    """Prints what a command was asked for, which may be the work of hours.
+
+    Raises:
+        RunFolderError: stdout takes no more, as a file on a full disk does. A pipe that nobody reads is no error.
+    """
+    try:
+        print(for_stdout(text), flush=True)
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        raise RunFolderError(f"The result can't be printed: {error}. Set out to a file where there is room.") from error
+
+
 def check_out(out: str | None) -> list[Problem]:
     """Returns why `write_out` could not write there, before the work begins; None is for no file."""
     if out is None:
