@@ -373,6 +373,11 @@ def test_adapters_of_some_layers(
         ("generate", ["model=tiny", "prompt=a", "seed=99999999999999"], ["must be from 0 to 2147483647. Set seed=0."]),
         ("generate", ["model=tiny", "prompt=caf\udce9"], ["prompt has bytes that are no UTF-8. Type it in UTF-8."]),
         ("chat", ["model=tiny", "system=caf\udce9"], ["system has bytes that are no UTF-8. Type it in UTF-8."]),
+        (
+            "chat",
+            ["model=tiny", "prompt=hi", "out=a.txt"],
+            ["prompt=hi is a setting of generate", "out=a.txt is a setting of generate: a chat reads what you type"],
+        ),
         ("generate", ["model=tiny", "prompt=a", "out=/no/a.jsonl"], ["out=/no/a.jsonl can't be written: No such"]),
         ("evaluate", ["model=tiny", "data=random", "out=/"], ["out=/ can't be written: it is a folder"]),
     ],
