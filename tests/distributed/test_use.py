@@ -390,6 +390,17 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], module: str, arg
         assert part in printed
 
 
+def test_a_base_that_lies_elsewhere_is_told_as_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As on the machine of somebody who was given the adapter."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/bob/base"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert generate.main([f"adapter={tmp_path}", "prompt=a"]) == 2
+    expected = f"/home/bob/base does not exist. adapter={tmp_path} was trained on it. Set model.path to where that"
+    assert expected in capsys.readouterr().err
+    assert generate.main([f"adapter={tmp_path}", "prompt=a", "model.path=/nowhere"]) == 2
+    assert "trained on it" not in capsys.readouterr().err
+
+
 def test_chat_goes_on_after_what_it_can_not_do():
     lines = b"/help\n" + b"a" * 2048 + b"\nnot UTF-8: caf\xe9\n/quit\nnot read\n"
     arguments = [sys.executable, "-m", "qlora_fsdp.chat", "model=tiny", "max_new_tokens=2"]
