@@ -34,6 +34,7 @@ COMMANDS = {
     "completion": ("qlora_fsdp.launch.completion", 'complete words in this shell: eval "$(qlora-fsdp completion)"'),
 }
 ONLY_PRINT = ("preflight", "status", "schema", "completion")
+HELP = {"-h", "--help"}
 TAKE_RANKS = ("evaluate", "generate", "chat", "doctor")  # besides train: with launch.num_processes=N
 
 USAGE = """\
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the command line names: its exit code, or 2 if there is no such command."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     begin({"train": NO_RUN, "prepare": KEPT}.get(name, ""))
-    if name in ("-h", "--help", "help"):
+    if name in ONLY_PRINT or {name, *rest} & HELP:
+        end_with_the_reader()
+    if name in {"help", *HELP}:
         print(USAGE.format(commands="\n".join(f"  {key:<12}{COMMANDS[key][1]}" for key in COMMANDS)))
         return 0
     if name == "--version":
@@ -67,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = ConfigError([_no_command(name)])
         print_error(error)
         return error.exit_code
-    if name in ONLY_PRINT:
-        end_with_the_reader()
     return _run(name, rest)
 
 

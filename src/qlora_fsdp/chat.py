@@ -21,6 +21,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout, is_unicode
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, tell_system_prompt
 from qlora_fsdp.runtime.run_command import log, run_command
 
@@ -47,6 +48,7 @@ In the chat: /reset forgets all turns, /system TEXT sets the system turn and for
 Arrow keys bring back earlier lines. Ctrl-C stops an answer that is being written (of one process).
 """
 
+OF_GENERATE = ("prompt", "prompts", "raw", "out", "batch_size")
 COMMANDS = "/reset, /system TEXT, /exit"
 
 
@@ -60,9 +62,15 @@ class ChatSettings(GenerateSettings):
 
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     """Read turns from the terminal until it ends. Rank 0 shares what it reads with the other ranks."""
-    settings.prompt = ""  # a chat starts without one
+    bad = [
+        Problem(show(name, value), "is a setting of generate: a chat reads what you type, and prints.", "Leave it out.")
+        for name in OF_GENERATE
+        if (value := getattr(settings, name)) != getattr(GenerateSettings, name)
+    ]
+    settings.prompt, settings.prompts = "", None  # a chat starts without one
     system = settings.system = config.data.system_prompt if settings.system is None else settings.system
-    bad = [] if system is None or is_unicode(system) else [Problem("system", "has bytes that are no UTF-8.", IN_UTF8)]
+    if system is not None and not is_unicode(system):
+        bad.append(Problem("system", "has bytes that are no UTF-8.", IN_UTF8))
     check_generation(settings, config, bad)
     with quick_imports():
         from qlora_fsdp.inference.completions import make_completer, sampling_config

@@ -21,7 +21,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
+from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
 if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
@@ -73,9 +73,9 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
         return
-    print(json.dumps(figures))
     if settings.out is not None:
         write_out(settings.out, json.dumps(figures, indent=1) + "\n")
+    print_result(json.dumps(figures))
 
 
 def _without_tasks(settings: EvaluateSettings) -> Iterator[Problem]:

@@ -15,11 +15,11 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import for_stdout, is_unicode, shorten
+from qlora_fsdp.common.text import is_unicode, plural, shorten
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
+from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
 if TYPE_CHECKING:
     from qlora_fsdp.model.assemble import AssembledModel
@@ -94,11 +94,11 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     if not processes.is_main:
         return
     if settings.prompt is not None and settings.out is None:
-        print(for_stdout(everyone[0]))
+        print_result(everyone[0])
         return
     lines = [json.dumps({**row, "completion": everyone[i]}, ensure_ascii=False) for i, row in enumerate(rows)]
     if settings.out is None:
-        print(for_stdout("\n".join(lines)))
+        print_result("\n".join(lines))
         return
     write_out(settings.out, "\n".join(lines) + "\n")
     log.info(f"{len(lines)} completions in {settings.out}")
@@ -216,8 +216,14 @@ def _tokenize(
     style, reason = choose_style(tokenizer, read_trained_on(settings.adapter), settings.raw)
     if any(isinstance(row.get("prompt"), str) for row in rows):
         log.info(f"Prompts: {style.value} ({reason})")
-    if style is PromptStyle.chat or any(not isinstance(row.get("prompt"), str) for row in rows):
+    conversations = [_turns(row) for row in rows if not isinstance(row.get("prompt"), str)]
+    if style is PromptStyle.chat or conversations:
         tell_system_prompt(system)
+    if answered := sum(map(_is_answered, conversations)):
+        log.info(
+            f"Note: {answered} of {plural(len(conversations), 'conversation')} end with the assistant's answer, and "
+            "the completion comes after it. Leave that turn out of prompts= for the model's own answer"
+        )
     found = []
     for number, row in enumerate(rows, start=1):
         if isinstance(row.get("prompt"), str):
@@ -232,6 +238,11 @@ def _turns(row: dict[str, Any]) -> Any:
     """The conversation of a row whose prompt is no text: its messages, or a prompt that is a list of messages."""
     prompt = row.get("prompt")
     return row.get("messages") or (prompt if isinstance(prompt, list) else None)
+
+
+def _is_answered(turns: Any) -> bool:
+    """Whether a conversation ends with the assistant's turn, as rows of training do."""
+    return isinstance(turns, list) and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"
 
 
 def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: int | None) -> None:

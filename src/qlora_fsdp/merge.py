@@ -23,7 +23,7 @@ from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.ending import ask
-from qlora_fsdp.runtime.run_command import log, run_command
+from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,9 +102,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
-        print(json.dumps(report))
         with merging_to(out):
             write_json(out / "merge_report.json", report)
+        print_result(json.dumps(report))
 
 
 def _describe_end(out: Path, was_there: bool, is_causal: bool) -> str:

@@ -94,8 +94,9 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     shown = (_rows(data.train, tokenizer, settings, config, colored), _figures(data, config), _cleaned(data, tokenizer))
-    for line in chain.from_iterable(shown):
-        print(line)
+    with suppress(BrokenPipeError):  # nobody reads on, as in `... | head`
+        for line in chain.from_iterable(shown):
+            print(line)
 
 
 def _rows(
@@ -182,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if exit_code == 0 and is_first_rank():
         own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
         typed = shlex.join(text for text in arguments if not text.startswith(own))
-        print(f"Next: qlora-fsdp train {printable(typed)}")
+        with suppress(BrokenPipeError):
+            print(f"Next: qlora-fsdp train {printable(typed)}")
     return exit_code
 
 

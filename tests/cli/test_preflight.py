@@ -292,7 +292,8 @@ def break_pipe() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["preflight model=tiny data=random training.max_steps=1 hardware=1x24gib", "status ."]
+    "command",
+    ["preflight model=tiny data=random training.max_steps=1 hardware=1x24gib", "status .", "--help", "train --help"],
 )
 def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
     for name in ("config.yaml", "environment.json"):  # a run, to status

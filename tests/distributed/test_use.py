@@ -373,6 +373,11 @@ def test_adapters_of_some_layers(
         ("generate", ["model=tiny", "prompt=a", "seed=99999999999999"], ["must be from 0 to 2147483647. Set seed=0."]),
         ("generate", ["model=tiny", "prompt=caf\udce9"], ["prompt has bytes that are no UTF-8. Type it in UTF-8."]),
         ("chat", ["model=tiny", "system=caf\udce9"], ["system has bytes that are no UTF-8. Type it in UTF-8."]),
+        (
+            "chat",
+            ["model=tiny", "prompt=hi", "out=a.txt"],
+            ["prompt=hi is a setting of generate", "out=a.txt is a setting of generate: a chat reads what you type"],
+        ),
         ("generate", ["model=tiny", "prompt=a", "out=/no/a.jsonl"], ["out=/no/a.jsonl can't be written: No such"]),
         ("evaluate", ["model=tiny", "data=random", "out=/"], ["out=/ can't be written: it is a folder"]),
     ],
@@ -383,6 +388,17 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], module: str, arg
     assert "Traceback" not in printed
     for part in parts:
         assert part in printed
+
+
+def test_a_base_that_lies_elsewhere_is_told_as_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As on the machine of somebody who was given the adapter."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/bob/base"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert generate.main([f"adapter={tmp_path}", "prompt=a"]) == 2
+    expected = f"/home/bob/base does not exist. adapter={tmp_path} was trained on it. Set model.path to where that"
+    assert expected in capsys.readouterr().err
+    assert generate.main([f"adapter={tmp_path}", "prompt=a", "model.path=/nowhere"]) == 2
+    assert "trained on it" not in capsys.readouterr().err
 
 
 def test_chat_goes_on_after_what_it_can_not_do():

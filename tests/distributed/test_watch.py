@@ -9,7 +9,7 @@ import time
 import pytest
 
 from qlora_fsdp.common.errors import Interrupted
-from qlora_fsdp.runtime.failures import Failure
+from qlora_fsdp.runtime.failures import Failure, is_lost_contact
 from qlora_fsdp.runtime.messages import seal
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Watch
@@ -52,3 +52,13 @@ def test_text_from_the_store_has_nothing_that_a_terminal_obeys() -> None:
     assert run_ranks(1, read_another_ranks_failure, "no\x1b[2J file\nat\x07 all") == [
         ("rank 1: no?[2J file\nat? all", 3)
     ]
+
+
+def test_errors_of_gloo_are_lost_contact_with_the_place_in_its_source_or_without() -> None:
+    text = "Application timeout caused pair closure"
+    for error in (
+        RuntimeError(text),
+        RuntimeError(f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:12] {text}"),
+    ):
+        assert is_lost_contact(error)
+    assert not is_lost_contact(RuntimeError("shape mismatch"))

@@ -213,6 +213,11 @@ def test_resume_names_what_it_could_go_on_from(tmp_path: Path, processes: Proces
             find_checkpoint(config(f"checkpoint.resume={given}"))
     with pytest.raises(ResumeError, match=r"no checkpoint: it has no manifest\.json\. Set checkpoint\.resume=FOLDER"):
         find_checkpoint(config("checkpoint.resume=/nowhere"))
+    inner = tmp_path / "checkpoints" / "step-00000004" / "adapter"
+    with pytest.raises(ResumeError, match=rf"is no checkpoint.* Set checkpoint\.resume={inner.parent}, which"):
+        find_checkpoint(config(f"checkpoint.resume={inner}"))
+    with pytest.raises(ResumeError, match=r"resume=true is no checkpoint.* Set checkpoint\.resume=auto, the default"):
+        find_checkpoint(config("checkpoint.resume=true"))
     (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     with pytest.raises(ResumeError, match=r"Set checkpoint\.resume=\S+step-00000002, or checkpoint\.resume=none"):
         find_checkpoint(config(f"run.folder={tmp_path}"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from tests.helpers.lines import broken_pipe
 
 from qlora_fsdp.common.errors import ConfigError, RunFolderError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
@@ -142,3 +144,19 @@ def test_what_an_output_file_does_not_take_is_printed(
     with pytest.raises(RunFolderError, match=r"out=a can't be written: .*No space.* printed above\. Set out to"):
         run_command.write_out("a", "one\ntwo\n")
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_a_result_that_stdout_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file on a full disk is an error, and no success without its result; a pipe that nobody reads is none."""
+    for stream, expected in (
+        (broken_pipe(), nullcontext()),
+        (
+            os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"),
+            pytest.raises(RunFolderError, match=r"printed: .*No space.* Set out to a file"),
+        ),
+    ):
+        monkeypatch.setattr("sys.stdout", stream)
+        with expected:
+            run_command.print_result("A result.")
+        with suppress(OSError):
+            stream.close()

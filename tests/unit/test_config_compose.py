@@ -176,6 +176,8 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("quant={load_in_4bit: true}", "is no option of quant"),
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
         ("lora.rank_pattern={a", "can't be read."),
+        ("tracking.report_to=wandb", "must be a list such as [a,b]. Set tracking.report_to=[wandb]."),
+        ("lora.r=8,", "lora.r=8, ends with a comma. Write the values of a sweep without spaces: lora.r=8,..."),
         (
             'tokenizer.add_tokens=[a=b,"c"]',
             'Put quotes around special characters: tokenizer.add_tokens=\'["...","..."]\'.',

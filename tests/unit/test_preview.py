@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.lines import broken_pipe
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -54,6 +55,13 @@ def test_colours_and_later_rows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert code == 0 and "Hello!" not in out
     assert "\033[2m<bos>2+2=\033[0m\033[32m4<eos>\033[0m" in out
     assert "\033[32mplain text<eos>\033[0m" in out
+
+
+def test_nobody_reads_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    stdout = broken_pipe()
+    stdout.reconfigure(line_buffering=True)
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert show(tmp_path, capsys, "rows=3", "training.max_length=100")[0] == 0
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

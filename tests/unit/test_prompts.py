@@ -144,3 +144,15 @@ def test_a_conversation_in_a_file_begins_with_its_own_system_column():
     trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
     texts = [trained.tokenizer.decode(tokens) for tokens in _tokenize(rows, trained, GenerateSettings(), "Be terse.")]
     assert [("Talk." in text, "terse" in text) for text in texts] == [(True, False), (False, True), (False, True)]
+
+
+def test_a_conversation_that_is_answered_already_is_told(caplog: pytest.LogCaptureFixture):
+    """As in a file of held-out rows, where the model would answer its own answer."""
+    trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
+    asked = [{"role": "user", "content": "hi"}]
+    rows = [{"messages": asked}, {"messages": [*asked, {"role": "assistant", "content": "Hello."}]}]
+    with caplog.at_level("INFO", "qlora_fsdp"):
+        _tokenize(rows[:1], trained, GenerateSettings(), None)
+        assert not caplog.messages
+        _tokenize(rows, trained, GenerateSettings(), None)
+    assert "1 of 2 conversations end with the assistant's answer" in caplog.text

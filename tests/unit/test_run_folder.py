@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.lines import broken_pipe
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import RunFolderError
@@ -114,7 +115,7 @@ def test_records_of_a_folder_that_is_removed_are_not_put_into_another_run(tmp_pa
 def test_a_run_does_not_end_with_its_console(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
     """Standard output is a file on a full disk, or a pipe that nobody reads any more."""
     folder = config(tmp_path / "run")
-    for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), os.fdopen(_broken_pipe(), "w")):
+    for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), broken_pipe()):
         monkeypatch.setattr("sys.stdout", stream)
         log.propagate = False
         open_run_folder(folder, processes)
@@ -122,12 +123,6 @@ def test_a_run_does_not_end_with_its_console(tmp_path: Path, processes: Processe
         close_run_folder()
         stream.close()  # raises where a buffer is still full
         assert "A line.\n" in (tmp_path / "run" / "train.log").read_text()
-
-
-def _broken_pipe() -> int:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    return write_end
 
 
 def test_room_is_looked_for_before_the_work(tmp_path: Path, processes: Processes):

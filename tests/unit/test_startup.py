@@ -38,3 +38,10 @@ def test_closed_streams_and_an_ascii_locale_end_no_command(redirection: str, sho
         command, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0 and done.stderr == "" and done.stdout.strip().endswith(shown), done.stderr
+
+
+def test_closed_streams_are_open_to_the_processes_that_a_command_starts() -> None:
+    code = "from qlora_fsdp.common.startup import begin; import subprocess, sys; begin(); "
+    code += "sys.exit(subprocess.call([sys.executable, '-c', 'import sys; sys.stdout.name + sys.stderr.name']))"
+    environment = os.environ | {"CODE": code, "PYTHON": sys.executable}
+    assert subprocess.run(["bash", "-c", '"$PYTHON" -c "$CODE" >&- 2>&-'], env=environment, check=False).returncode == 0

@@ -98,7 +98,9 @@ def mend_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)  # ranks and their launcher would find it closed
+            setattr(sys, name, os.fdopen(opened, mode, encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a locale may be ASCII
 

@@ -137,6 +137,8 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
     if setting is not None and (setting.type is str or setting.text_or_list):
         values = value.split(",") if sweep else [value]
         return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
+    if value.endswith(","):
+        return Problem(text, "ends with a comma.", f"Write the values of a sweep without spaces: {key}={value}...")
     quoted = '["...","..."]' if takes_list else '"..."'
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='{quoted}'.")
 

@@ -224,6 +224,8 @@ def _nearest_value(setting: Setting, value: Any) -> Any:
     if setting.type is int and isinstance(value, float) and math.isfinite(value):
         lowest = -math.inf if setting.bounds is None else setting.bounds.low
         return int(max(round(value), lowest))
+    if setting.type == list[str] and isinstance(value, str) and value not in ("none", "null", "all", ""):
+        return [value]
     return None if setting.type is str else setting.default
 
 

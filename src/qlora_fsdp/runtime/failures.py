@@ -10,6 +10,8 @@ import torch.distributed as dist
 from qlora_fsdp.common.errors import Interrupted, UserError
 from qlora_fsdp.common.text import first_line
 
+OF_GLOO = ("gloo", "Application timeout caused pair closure")  # most errors begin with the place in its source
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -39,7 +41,8 @@ def find_interrupted(error: BaseException | None) -> Interrupted | None:
 
 def is_lost_contact(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or late."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    is_of_gloo = isinstance(error, RuntimeError) and any(mark in str(error) for mark in OF_GLOO)
+    return isinstance(error, dist.DistError) or is_of_gloo
 
 
 def describe_error(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from qlora_fsdp.common.text import first_line, for_stdout, printable, printable_
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.world import World
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("qlora_fsdp")
 
 NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
+NAME_BASE = ("model=", "model.path=", "--config")
 FIRST_RANK_SECONDS = 3.0  # time for a node's first rank to print what this one would
 
 
@@ -53,6 +55,20 @@ def write_out(out: str, text: str) -> None:
         print(for_stdout(text), end="", flush=True)
         reason = f"can't be written: {error}. What it was to hold is printed above."
         raise RunFolderError(f"out={out} {reason} Set out to another file.") from error
+
+
+def print_result(text: str) -> None:
+    """Prints what a command was asked for, which may be the work of hours.
+
+    Raises:
+        RunFolderError: stdout takes no more, as a file on a full disk does. A pipe that nobody reads is no error.
+    """
+    try:
+        print(for_stdout(text), flush=True)
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        raise RunFolderError(f"The result can't be printed: {error}. Set out to a file where there is room.") from error
 
 
 def check_out(out: str | None) -> list[Problem]:
@@ -97,8 +113,11 @@ def run_command(
     try:
         settings, config = load_command(typed, kind, usage, uses_default_data=not takes_adapter, needs=needs)
         problems = check_settings(config, needs)
-        if takes_adapter and settings.adapter is None and config.model.path is None:
-            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
+        fix = NO_BASE if takes_adapter and settings.adapter is None and config.model.path is None else None
+        is_typed = any(text.lstrip("+").startswith(NAME_BASE) for text in typed)
+        if settings.adapter is not None and config.model.path is not None and not is_typed:
+            fix = f"{show('adapter', settings.adapter)} was trained on it. Set model.path to where that model is here."
+        problems = [replace(p, fix=fix) if fix and p.setting == "model.path" else p for p in problems]
         refuse(problems)
         log_to_stderr()
         _run_together(partial(body, settings, config), config.distributed.timeout_seconds, on_cpu)

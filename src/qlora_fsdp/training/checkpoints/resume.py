@@ -28,6 +28,7 @@ from qlora_fsdp.training.checkpoints.checkpoint import (
 SLICES = "distributed.context_parallel"
 OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan
 WHOLE_OR_SPLIT = (ShardingStrategy.NO_SHARD.value, ShardingStrategy.FULL_SHARD.value)
+NEWEST = ("true", "yes", "last", "latest", "newest")  # so other trainers call it
 # What is saved has other tensors, or tensors of other shapes, where these differ.
 FIXED = (
     *("lora.r", "lora.rank_pattern", "lora.target_modules", "lora.exclude_modules", "lora.experts"),
@@ -49,6 +50,10 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
     if folder.parent != own_checkpoints(config) and not (folder / MANIFEST).exists():
         inside = checkpoint_folders(folder) or checkpoint_folders(folder / "checkpoints")
         fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(folder)
+        if (folder.parent / MANIFEST).exists():
+            fix = f"Set checkpoint.resume={folder.parent}, which it is a part of."
+        elif resume.lower() in NEWEST:
+            fix = "Set checkpoint.resume=auto, the default, to go on from the newest in run.folder."
         raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
     return read_manifest(folder)
 
