@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,21 @@ with quick_imports():  # most of what the modules of tests import, once in each 
 # Stock layers, our reference, would evaluate in bfloat16 on CPUs that have instructions for it.
 bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
 torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute beside this process
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Each test begins with a log that `caplog` sees once, and what it does to the log ends with it.
+
+    A run in this process stops its log from reaching the root's handlers. In a later test pytest would see that, and
+    put its handler on both loggers, and lines would come twice if the test let the log reach the root again.
+    """
+    log = logging.getLogger("qlora_fsdp")
+    log.propagate = True
+    yield
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
+    log.propagate = True
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Watch
@@ -107,7 +106,6 @@ def test_the_next_checkpoint_and_a_signal_wait_for_it(training: Any):
 
 
 def test_failure_is_reported_and_leaves_the_last_one(training: Any, caplog: pytest.LogCaptureFixture):
-    log.propagate = True
     training.writes.go.set()
     step(training, 1)
     assert training.saver.save(1).in_run_folder
@@ -198,7 +196,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_and_read_only_disks(disk: Path, training: Any, processes: Processes, caplog: Any):
-    log.propagate = True
     training.writes.go.set()
     assert training.saver.save(1).in_run_folder
     filler = disk / "filler"

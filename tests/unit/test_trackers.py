@@ -12,7 +12,6 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.config.trackers import check_trackers, wandb_mode
 from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.trackers import note_missing_key
 
 ROW = {"prompt": "<b>", "completion": "c", "reference": "r"}
@@ -85,7 +84,6 @@ def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb
 
 def test_a_run_does_not_end_with_its_trackers(tmp_path: Path, wandb: Wandb, caplog: pytest.LogCaptureFixture):
     """W&B can't be reached at the start, so it is told offline; later its process is gone."""
-    log.propagate = True
     journal = Journal(tmp_path, load_config(["tracking.wandb=online"]), 10, is_main=True)
     assert [options["mode"] for options in wandb.started] == ["offline"]
     assert "W&B can't be reached: no such host. It goes on offline; to send it later: wandb sync " in caplog.text
@@ -146,7 +144,6 @@ def test_where_wandb_finds_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    log.propagate = True
     config = load_config(["tracking=wandb"])
     note_missing_key(config)
     assert "W&B gets nothing of this run" in caplog.text and "tracking.wandb=offline" in caplog.text
