@@ -177,7 +177,10 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
         ("lora.rank_pattern={a", "can't be read."),
         ("tracking.report_to=wandb", "must be a list such as [a,b]. Set tracking.report_to=[wandb]."),
-        ("lora.r=8,", "lora.r=8, ends with a comma. Write the values of a sweep without spaces: lora.r=8,..."),
+        (
+            "lora.r=8,",
+            "can't be read: it ends with a comma. Leave the comma out, or write the values of a sweep without",
+        ),
         (
             'tokenizer.add_tokens=[a=b,"c"]',
             'Put quotes around special characters: tokenizer.add_tokens=\'["...","..."]\'.',

@@ -138,7 +138,8 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
         values = value.split(",") if sweep else [value]
         return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
     if value.endswith(","):
-        return Problem(text, "ends with a comma.", f"Write the values of a sweep without spaces: {key}={value}...")
+        fix = f"Leave the comma out, or write the values of a sweep without spaces: {key}={value}..."
+        return Problem(text, "can't be read: it ends with a comma.", fix)
     quoted = '["...","..."]' if takes_list else '"..."'
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='{quoted}'.")
 
