@@ -173,12 +173,16 @@ class Sequences:
     @cached_property
     def num_targets(self) -> NDArray[np.int64]:
         """Positions with a target of each sequence, [num_sequences]."""
-        return np.add.reduceat(self.rows.num_targets[self.row_ids], self.starts[:-1], dtype=np.int64)
+        return self.sum_rows(self.rows.num_targets)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence, [num_sequences]."""
-        return np.add.reduceat(self.rows.lengths[self.row_ids], self.starts[:-1], dtype=np.int64)
+        return self.sum_rows(self.rows.lengths)
+
+    def sum_rows(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The sum over each sequence, [num_sequences], of a number for each of `rows`."""
+        return np.add.reduceat(values[self.row_ids], self.starts[:-1], dtype=np.int64)
 
     @property
     def num_answers(self) -> int:

@@ -24,7 +24,7 @@ from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.peers import PeerTable, Place, start_copies, wait_for
 from qlora_fsdp.sharding.shard import embedding_and_head_units
 
-ReadRows = Callable[[int, int], Tensor]
+ReadRows = Callable[[int, int], Tensor]  # rows [first, last) of a parameter
 
 
 def ends_to_read(model: TaskModel, stay_gathered: bool) -> list[nn.Module]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.mix import count_tokens
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
@@ -50,7 +48,7 @@ class GlobalBatches:
 
     def __init__(self, data: TrainingData, split: BatchSplit, seed: int, rank: int) -> None:
         self.data, self.split, self.seed, self.rank = data, split, seed, rank
-        self._row_tokens = count_tokens(data.rows) if isinstance(data, Sequences) else None
+        self._tokens = data.sum_rows(count_tokens(data.rows)) if isinstance(data, Sequences) else None
 
     def of_step(self, step: int) -> GlobalBatch:
         """The global batch of a step; 0 is the first one."""
@@ -61,7 +59,7 @@ class GlobalBatches:
             epoch=num_seen / len(self.data) if isinstance(self.data, Sequences) else None,
             indices=indices,
             num_targets=self.data.num_target_tokens(indices),
-            num_tokens=self._num_tokens(indices),
+            num_tokens=int((self.data.lengths_of(indices) if self._tokens is None else self._tokens[indices]).sum()),
             num_micro_batches=self.split.num_micro_batches(len(indices)),
         )
 
@@ -69,12 +67,6 @@ class GlobalBatches:
         """This rank's micro-batches of `first_step` and of all steps after it, one after another."""
         for step in range(first_step, self.split.num_steps):
             yield from micro_batches_of(self.data, self._indices(step), self.split, self.rank)
-
-    def _num_tokens(self, indices: Indices) -> int:
-        if not isinstance(self.data, Sequences) or self._row_tokens is None:
-            return int(self.data.lengths_of(indices).sum())
-        rows = np.concatenate([self.data.row_ids_of(int(index)) for index in indices])
-        return int(self._row_tokens[rows].sum())
 
     def _indices(self, step: int) -> Indices:
         """The next `global_batch_size` sequences; the last step of a run may have fewer."""
