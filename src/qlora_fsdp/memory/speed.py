@@ -26,6 +26,7 @@ MOVING = 0.5  # share of the memory's bandwidth that all else reaches: norms, ga
 LAUNCH_SECONDS = 2.4e-3  # time of Python to start the kernels of a layer's forward; backward takes twice as long
 FSDP_LAUNCH_SECONDS = 0.7e-3  # added to that under FSDP
 REPLAY_SECONDS = 2e-3  # to start a micro-batch that is recorded as a CUDA graph, whatever is in it
+EXCHANGE_SECONDS = 0.25e-3  # per layer and micro-batch, to gather adapters and sum gradients, beyond what overlaps
 RECOMPUTED_LAUNCHES = 1.6  # launch time to recompute a layer, in forwards: more than one, as autograd takes part
 DISK_GB_S = 2.0  # per host
 CACHED_GB_S = 13.0  # per rank, from the page cache, quantization included
@@ -100,7 +101,8 @@ def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> floa
     back = transfer if work.reshards or policy.offloads else 0.0
     if work.num_shards > 1:  # the shard into the flat buffer, and all of that out again; each is read and written
         copies = 2.0 * gathered * (1 + 1 / work.num_shards) / (gpu.memory_gb_s * 1e9 * MOVING)
-        forward, backward = forward + copies, backward + (copies if work.reshards else 0.0)
+        forward += EXCHANGE_SECONDS / 2 + copies
+        backward += EXCHANGE_SECONDS / 2 + (copies if work.reshards else 0.0)
     return (1 + work.config.num_extra_forwards) * max(forward, transfer) + max(backward, back)
 
 
