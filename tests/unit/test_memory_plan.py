@@ -184,9 +184,7 @@ MEASURED_READING_PEERS = [
 @pytest.mark.parametrize(
     ("num_ranks", "model", "length", "size", "global_size", "more", "phases", "speed"), MEASURED_READING_PEERS
 )
-def test_gpus_that_read_peers_take_what_was_measured(
-    num_ranks, model, length, size, global_size, more, phases, speed
-):
+def test_gpus_that_read_peers_take_what_was_measured(num_ranks, model, length, size, global_size, more, phases, speed):
     settings = [f"model={model}", f"training.max_length={length}", f"training.global_batch_size={global_size}"]
     settings += [f"training.micro_batch_size={size}", "memory=keep", "lora.r=16", *RECORDED, *more]
     plan = choose(workload(*settings, num_ranks=num_ranks, can_read_peers=True), 140 * GIB, H200).plan

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.common.errors import ProofError
+from qlora_fsdp.common.text import list_some
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
@@ -88,12 +89,11 @@ def prove_shards(
         line for rank, lines in enumerate(processes.gather(problems)) for line in (f"rank {rank}: {p}" for p in lines)
     ]
     if everyone:
-        shown = "\n".join(f"  - {line}" for line in everyone[:20])
         raise ProofError(
             f"The gathered weights are not the ones that were loaded ({len(everyone)} problems). Training on them "
             "would give a wrong model without an error. If GPUs of this host read one another's memory wrongly, "
             "NCCL_P2P_DISABLE=1 in the environment avoids that; else set quant.bnb_4bit_quant_storage=uint8 (torch >= "
-            f"2.13), and report this with environment.json:\n{shown}"
+            f"2.13), and report this with environment.json:\n{list_some(everyone)}"
         )
     return Proof(num_tensors, num_bytes)
 

@@ -134,14 +134,12 @@ def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Ten
     """
     places, first, num_ranks = {}, 0, len(memory)
     for param, is_whole in wanted:
-        rooms = [
-            of_rank[first : first + (param.nbytes if is_whole else param.nbytes // num_ranks)] for of_rank in memory
-        ]
-        size = param.nbytes // num_ranks
-        parts = [room[peer * size : (peer + 1) * size] for peer, room in enumerate(rooms)] if is_whole else rooms
+        room, size = _room(param, is_whole, num_ranks), param.nbytes // num_ranks
+        rooms = [of_rank[first : first + (param.nbytes if is_whole else size)] for of_rank in memory]
+        parts = [place[peer * size : (peer + 1) * size] for peer, place in enumerate(rooms)] if is_whole else rooms
         # FSDP takes it that a whole tensor begins where its storage does: one that came through DLPack does.
         places[id(param)] = Place(parts, rank, from_dlpack(rooms[rank]) if is_whole else None)
-        first += _room(param, is_whole, num_ranks)
+        first += room
     return places
 
 
