@@ -49,7 +49,7 @@ class TokenizedRows:
         whole_ends: int64 [num_rows], where the rows end that these are the beginnings of; None: where they end.
     """
 
-    num_answers = 0  # not an annotated field: rows of an entry are compared by what wraps them (data/preferences.py)
+    num_answers = 0  # not an annotated field: rows of an entry are compared by what wraps them (data/answers.py)
 
     tokens: Tokens
     is_target: Mask
@@ -70,8 +70,8 @@ class TokenizedRows:
         return np.diff(self.starts) if self.ends is None else self.ends - self.starts[:-1]
 
     @property
-    def longest_parts(self) -> NDArray[np.int64]:
-        return self.lengths
+    def part_lengths(self) -> NDArray[np.int64]:
+        return self.lengths[:, None]
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64]:
