@@ -20,7 +20,7 @@ from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.generation_file import generation_config
 from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.saved import NO_ADAPTER, SavedAdapter
+from qlora_fsdp.model.adapters.read import NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.tasks.task_model import TaskModel

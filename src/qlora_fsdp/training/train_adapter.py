@@ -12,7 +12,7 @@ from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.model.adapters.model_card import CardFacts
-from qlora_fsdp.model.adapters.save import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import NUM_FINAL
