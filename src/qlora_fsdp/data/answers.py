@@ -23,7 +23,7 @@ NO_LABELS = np.zeros((0, 0), np.float32)
 
 
 class AnswerRows(Rows, Protocol):
-    """Rows of tokens, each a prompt and an answer: `cache.TokenizedRows` or `RandomRows`."""
+    """Rows of tokens, each a prompt and an answer: `TokenizedRows` or `RandomRows`."""
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]: ...

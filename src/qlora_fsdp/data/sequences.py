@@ -37,7 +37,7 @@ class SequenceSettings:
 class Rows(Protocol):
     """The rows that sequences are made of.
 
-    `cache.TokenizedRows`, `RandomRows` and a stream's `windows.WindowRows` are rows of tokens; `answers.PairedRows` and
+    `TokenizedRows`, `RandomRows` and a stream's `windows.WindowRows` are rows of tokens; `answers.PairedRows` and
     `JudgedRows` are answers to compare; `mix.MixedRows` has the rows of several data sets.
 
     Attributes:

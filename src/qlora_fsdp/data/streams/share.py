@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
 from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
 from qlora_fsdp.data.shards import ROWS_A_BATCH
 from qlora_fsdp.data.tokenize import Columns, Mask, Tokens
+from qlora_fsdp.data.tokenized_rows import TokenizedRows, check_targets
 from qlora_fsdp.data.workers import MapBatches
 
 IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and the row
