@@ -148,16 +148,13 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cp
     announce(World.from_environment(os.environ).num_ranks)
     with quick_imports():  # torch only from here on
         from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
-        from qlora_fsdp.runtime.processes import start_processes, stop_processes
-        from qlora_fsdp.runtime.watch import Watch
+        from qlora_fsdp.runtime.processes import start_processes
+        from qlora_fsdp.runtime.watch import Watch, ending_together
 
     processes = start_processes(timeout_seconds, use_cpu=on_cpu or None)
-    watch = Watch(processes) if processes.num_ranks > 1 else None
-    try:
+    with ending_together(Watch(processes) if processes.num_ranks > 1 else None):
         try:
             body(processes)
-            if watch is not None:
-                watch.finish()
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
@@ -165,15 +162,6 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cp
                 f"{quote_shortage(error, str(processes.device))}. Start more processes "
                 "(launch.num_processes=2), which share the model, or set a smaller batch or length."
             ) from error
-    except BaseException as error:
-        reason = error if watch is None else watch.explain(error)
-        if reason is error:
-            raise
-        raise reason from error
-    finally:
-        stop_processes()
-        if watch is not None:
-            watch.stop()
 
 
 def show_error(error: UserError) -> None:
