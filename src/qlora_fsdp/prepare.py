@@ -93,9 +93,7 @@ def _name_data(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = _name_data(sys.argv[1:] if argv is None else argv)
-    # Only the tokenizer of a model is used, so that where it is named the model need not be.
-    optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
-    exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, optional, takes_adapter=False, on_cpu=True)
+    exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, takes_adapter=False, on_cpu=True)
     if exit_code == 0:
         print(f"Next: qlora-fsdp train {printable(shlex.join(arguments))}")
     return exit_code

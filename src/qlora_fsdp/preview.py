@@ -175,9 +175,7 @@ def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    # Only the tokenizer of a model is used, so that where it is named the model need not be.
-    optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
-    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
+    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, takes_adapter=False)
     if exit_code == 0 and is_first_rank():
         own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
         typed = shlex.join(text for text in arguments if not text.startswith(own))

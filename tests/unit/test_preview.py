@@ -99,6 +99,9 @@ def test_a_tokenizer_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     data = [f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path}"]
     assert preview.main([f"model.tokenizer_path={tmp_path / 'tokenizer'}", *data]) == 0
     assert "[[plain text<eos>]]" in capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(f"model.tokenizer_path: {tmp_path / 'tokenizer'}\n")
+    assert preview.main(["--config", str(tmp_path / "mine.yaml"), *data]) == 0
+    assert "[[plain text<eos>]]" in capsys.readouterr().out
     assert preview.main(data) == 2
     error = capsys.readouterr().err
     assert "model.path=null names no model. Set model to a preset" in error and "adapter" not in error

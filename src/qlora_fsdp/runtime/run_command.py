@@ -103,13 +103,15 @@ def run_command(
         usage: what --help prints.
         body: the command.
         optional: settings that training needs and this command can do without, e.g. `data.path`.
-        takes_adapter: whether adapter= may name the model in place of model.path.
+        takes_adapter: whether adapter= may name the model in place of model.path. A command that takes none looks at
+            data alone, by the model's tokenizer.
         on_cpu: whether the command leaves GPUs alone.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
     """
-    typed, needs = sys.argv[1:] if argv is None else argv, Needs(optional=tuple(optional))
+    typed = sys.argv[1:] if argv is None else argv
+    needs = Needs(optional=tuple(optional), tokenizer_only=not takes_adapter)
     try:
         settings, config = load_command(typed, kind, usage, uses_default_data=not takes_adapter, needs=needs)
         problems = check_settings(config, needs)
