@@ -159,6 +159,11 @@ def test_a_repository_with_files_of_the_same_names_is_no_run(tmp_path: Path, pro
     assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == before
 
 
+def test_a_file_of_mlflow_that_no_run_has_written_is_not_replaced(tmp_path: Path):
+    (tmp_path / "mlflow.json").write_text("mine")
+    assert f"run.folder={tmp_path} holds mlflow.json, of no run." in obstacle(tmp_path, "tracking=mlflow")
+
+
 def test_links_in_a_run_folder_are_refused_by_name(tmp_path: Path, victim: Path, processes: Processes):
     folder = start(tmp_path / "run", processes)
     for name in FOLLOWED:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.records.run_state import ATTEMPT, LOCK, RECORDS, STREAM_FILE, checkpoint_folders, read_json
+from qlora_fsdp.records.run_state import (
+    ATTEMPT,
+    LOCK,
+    MLFLOW_FILE,
+    RECORDS,
+    STREAM_FILE,
+    SUMMARY_FILE,
+    WANDB_FILE,
+    checkpoint_folders,
+    read_json,
+)
 
 MARKER = ".qlora_fsdp"
 MADE_BY = "qlora-fsdp"
@@ -17,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 # What a run writes under names of its own, which others may use as well. `checkpoints` is not among them, because every
 # checkpoint is known by its own manifest.
 OWN_NAMES = (
-    *("adapter", "config.yaml", "environment.json", "summary.json", "wandb.json"),
+    *("adapter", "config.yaml", "environment.json", SUMMARY_FILE, WANDB_FILE, MLFLOW_FILE),
     *(STREAM_FILE, *RECORDS, ATTEMPT, LOCK),
 )
 

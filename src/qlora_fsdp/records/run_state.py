@@ -32,6 +32,7 @@ STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 WINDOWS_FOLDER = "windows"  # the tokenized rows of the last of them
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FILE, MLFLOW_FILE = "wandb.json", "mlflow.json"  # each has the id that the tracker knows the run by
 START_FOLDER = "start_adapter"  # a copy of the adapter that the run started from
 # A new run in the folder removes these, which would otherwise have the records of two runs.
 RECORDS = (
