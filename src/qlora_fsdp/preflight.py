@@ -142,8 +142,8 @@ def _describe_changes(choice: Choice, changes: Sequence[Change], target: float) 
     """The lines about a run that does not fit: by how much, and what would make it fit."""
     plan = choice.plan
     missing = (plan.needed - target) / GIB
-    weights = sum(plan.phases["load"].values()) + plan.library_bytes
-    alone = f" A rank's weights alone take {(weights - target) / GIB:.2f} GiB too much." if weights > target else ""
+    excess = (plan.weight_bytes - target) / GIB
+    alone = f" A rank's weights alone take {excess:.2f} GiB too much." if excess > 0 else ""
     return [
         f"It is {missing:.2f} GiB too much a GPU.{alone} The cheapest changes that make it fit:",
         changes_table(changes) or "  none found",
