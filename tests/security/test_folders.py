@@ -30,16 +30,10 @@ from qlora_fsdp.records.ownership import FOLLOWED, is_own
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.sweep_table import write_results
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoints.checkpoint import remove_checkpoints
 from qlora_fsdp.training.checkpoints.resume import begin_attempt
 from tests.helpers.quick_config import load_config
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    yield start_processes(60, use_cpu=True)
-    stop_processes()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,7 @@ from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    yield start_processes(60, use_cpu=True)
-    stop_processes()
+from qlora_fsdp.runtime.processes import Processes
 
 
 def config(folder: Path) -> Config:
