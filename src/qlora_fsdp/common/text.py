@@ -59,6 +59,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def name_error(error: BaseException) -> str:
+    """Returns the class of an error and the first line of what it says, such as `ValueError: no such file`."""
+    text = first_line(error)
+    return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
+
+
 def finite_or_none(number: float) -> float | None:
     """Returns the number; None if it is NaN or infinite, which JSON does not have."""
     return number if math.isfinite(number) else None

@@ -26,7 +26,7 @@ from qlora_fsdp.common.errors import (
 )
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
-from qlora_fsdp.common.text import first_line, for_stdout, printable, printable_lines
+from qlora_fsdp.common.text import for_stdout, name_error, printable, printable_lines
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
@@ -177,7 +177,7 @@ def show_error(error: UserError) -> None:
             time.sleep(FIRST_RANK_SECONDS)
             print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
     if file is not None:
-        message = f"{type(error).__name__}: {printable(first_line(error))}"
+        message = printable(name_error(error))
         more = {"timestamp": int(time.time()), "text": str(error)}
         with suppress(OSError):  # the disk may be full; the error itself has been printed
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
