@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.lines import broken_pipe
+from tests.helpers.lines import broken_pipe, write_lines
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ ROWS = [
 
 def show(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(file, ROWS)
     base = ["model=tiny", "model.tokenizer_path=bytes", f"data.path={file}", f"data.cache_folder={folder}"]
     code = preview.main([*base, *more])
     return code, *capsys.readouterr()
