@@ -21,7 +21,7 @@ from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
-from qlora_fsdp.records.run_state import SLURM_FILE, read_json, slurm_queue
+from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_json, slurm_queue
 
 POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
 SCRIPT = "job.sbatch"
@@ -130,7 +130,7 @@ def _step(config: Config) -> str:
         f"{_SECRET}\n{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
         f"launcher=({shlex.quote(python)} {options})\n"
         f"srun --ntasks-per-node=1{cpus}{container} --kill-on-bad-exit=1 \\\n"
-        f'  --output="$run_folder/console.log" --open-mode=append bash -c \'trap "" USR1\n'
+        f'  --output="$run_folder/{CONSOLE_FILE}" --open-mode=append bash -c \'trap "" USR1\n'
         f'  exec "$1" -m accelerate.commands.launch{node} "${{@:2}}"\' \\\n'
         '  bash "${launcher[@]}" -m qlora_fsdp.train "${arguments[@]}" &\n'
         "step=$!"

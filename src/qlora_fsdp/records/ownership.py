@@ -11,6 +11,7 @@ from pathlib import Path
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.records.run_state import (
     ATTEMPT,
+    CONSOLE_FILE,
     LOCK,
     MLFLOW_FILE,
     RECORDS,
@@ -30,8 +31,8 @@ OWN_NAMES = (
     *("adapter", "config.yaml", "environment.json", SUMMARY_FILE, WANDB_FILE, MLFLOW_FILE),
     *(STREAM_FILE, *RECORDS, ATTEMPT, LOCK),
 )
-
-FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, "wandb")  # what a link must not be, because a run writes there
+# What no link may be, because a run writes there, or its job.
+FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, CONSOLE_FILE, "wandb")
 
 
 def is_own(folder: Path) -> bool:

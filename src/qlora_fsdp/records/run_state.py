@@ -26,6 +26,7 @@ LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "train.log"
+CONSOLE_FILE = "console.log"  # what the processes of a job printed
 SUMMARY_FILE = "summary.json"
 GENERATIONS_FILE = "generations.jsonl"
 STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
