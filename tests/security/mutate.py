@@ -48,7 +48,8 @@ from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
-from qlora_fsdp.training.checkpoints.checkpoint import MANIFEST, digest_manifest, read_manifest
+from qlora_fsdp.records.run_state import MANIFEST
+from qlora_fsdp.training.checkpoints.checkpoint import digest_manifest, read_manifest
 from qlora_fsdp.weights.fill import fill_from_files
 from tests.helpers import quick_config
 from tests.helpers.checkpoints import make_checkpoint, quantize_checkpoint

@@ -50,7 +50,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.console import start_log, stop_log
 from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.record_files import holder
-from qlora_fsdp.records.run_state import LOCK, RECORDS, SUMMARY_FILE
+from qlora_fsdp.records.run_state import CONFIG_FILE, ENVIRONMENT_FILE, LOCK, RECORDS, SUMMARY_FILE
 from qlora_fsdp.runtime.processes import Processes
 
 PACKAGES = (
@@ -90,8 +90,8 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
             _lock(folder)
             for stale in (SUMMARY_FILE, *(() if keep_records else RECORDS)):
                 remove(folder / stale)
-            write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
-            write_json(folder / "environment.json", describe_environment(processes))
+            write_atomically(folder / CONFIG_FILE, to_yaml(config, as_written=True))
+            write_json(folder / ENVIRONMENT_FILE, describe_environment(processes))
     start_log(folder if processes.is_main else None)
     return folder
 

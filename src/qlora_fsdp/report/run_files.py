@@ -11,7 +11,16 @@ from typing import Any
 from qlora_fsdp.common.text import is_number, plural, show_duration
 from qlora_fsdp.config.identity import read_settings
 from qlora_fsdp.records.ending import commands_for
-from qlora_fsdp.records.run_state import GENERATIONS_FILE, SUMMARY_FILE, RunState, read_json, read_metrics, read_run
+from qlora_fsdp.records.run_state import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    GENERATIONS_FILE,
+    SUMMARY_FILE,
+    RunState,
+    read_json,
+    read_metrics,
+    read_run,
+)
 from qlora_fsdp.report.charts import running_mean
 
 SMOOTHED_SHARE = 50  # the smoothed loss is the mean over a 50th of the run's steps
@@ -61,9 +70,9 @@ def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> Run:
         read_run(folder),
         steps=[line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))],
         evaluations=[line for line in lines if is_number(line.get("eval_loss"))],
-        settings=read_settings(folder / "config.yaml"),
+        settings=read_settings(folder / CONFIG_FILE),
         summary=read_json(folder / SUMMARY_FILE),
-        environment=read_json(folder / "environment.json"),
+        environment=read_json(folder / ENVIRONMENT_FILE),
         generations=[row for row in read_metrics(folder, file=GENERATIONS_FILE) if is_number(row["step"])],
         swept=swept,
     )

@@ -26,6 +26,7 @@ from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
+from qlora_fsdp.records.run_state import REPORT_FILE
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
@@ -231,7 +232,7 @@ def _write_results(config: Config, folder: Path, summary: RunSummary) -> None:
     """Write what a finished run leaves beside its adapter, say how it ended, and upload the adapter if asked to."""
     summary.write()
     try:
-        write_report([folder], folder / "report.html")
+        write_report([folder], folder / REPORT_FILE)
     except Exception as error:  # a failed report must not fail a run that has finished
         log.warning(f"No report: {error!r}")
     log.info(describe_end(config, folder, summary.figures))

@@ -46,7 +46,7 @@ from qlora_fsdp.common.files import digest_stream, remove
 from qlora_fsdp.common.foreign_files import open_regular, read_small
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.records.ownership import is_checkpoint
-from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.records.run_state import MANIFEST, checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
@@ -64,7 +64,6 @@ from qlora_fsdp.training.checkpoints.saved_tensors import (
 from qlora_fsdp.training.optim import LocalAdamW8bit, new_state
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
-MANIFEST = "manifest.json"
 MAX_COUNT = 2**31 - 1  # steps or ranks
 MAX_DEPTH = 32  # of the lists and dicts in a manifest
 TEMPORARY_NAME = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.tmp")  # as `temporary_name` makes it
