@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.mistyped import WITH_VALUE
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import all_settings, problem_with
-from qlora_fsdp.runtime.run_command import run_command
+from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _name_data(sys.argv[1:] if argv is None else argv)
     exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, takes_adapter=False, on_cpu=True)
     if exit_code == 0:
-        print(f"Next: qlora-fsdp train {printable(shlex.join(arguments))}")
+        tell_next(arguments)
     return exit_code
 
 

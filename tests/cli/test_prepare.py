@@ -68,6 +68,7 @@ def test_data_may_be_named_by_its_paths_alone(tmp_path: Path, capsys: pytest.Cap
     assert prepare.main([*files, *given]) == prepare.main([files[0], *given]) == 0
     told = capsys.readouterr().out
     assert f"{files[0]}, {files[1]}: 40 rows read" in told and f"{files[0]}: 20 rows read" in told
+    assert told.splitlines()[-1].startswith("Next: qlora-fsdp train model=NAME 'data.path=")  # a run needs one
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,15 @@ log = logging.getLogger("qlora_fsdp")
 NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
 NAME_BASE = ("model=", "model.path=", "--config")
 FIRST_RANK_SECONDS = 3.0  # time for a node's first rank to print what this one would
+
+
+def tell_next(typed: Sequence[str]) -> None:
+    """Names the command that trains with these settings, once a node. It has a model, which its data can do without."""
+    if is_first_rank():
+        may_have_model = any(text.lstrip("+").startswith((*NAME_BASE, "lora.start=", "experiment=")) for text in typed)
+        command = shlex.join([*([] if may_have_model else ["model=NAME"]), *typed])
+        with suppress(BrokenPipeError):
+            print(f"Next: qlora-fsdp train {printable(command)}")
 
 
 def write_out(out: str, text: str) -> None:
