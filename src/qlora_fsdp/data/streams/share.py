@@ -21,7 +21,7 @@ IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and th
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacedProblem:
     """What is wrong with a raw row: its number in the window, and what `counts.ProblemCounter.add` takes."""
 
     row: int
@@ -47,7 +47,7 @@ class ShareTable:
     raw_rows: Indices
     lengths: NDArray[np.int64]
     num_targets: NDArray[np.int32]
-    problems: tuple[Problem, ...]
+    problems: tuple[PlacedProblem, ...]
     max_token_id: int
     unlearnable: str
 
@@ -69,12 +69,12 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
         {"place": [number for number, _ in part], "row": [row for _, (_, row) in part]} for part in parts
     )
     found: list[tuple[int, Tokens, Mask]] = []
-    problems: list[Problem] = []
+    problems: list[PlacedProblem] = []
     for out in map_batches(batches):
         columns = ("place", "problem", "detail", "tokens", "is_target")
         for number, kind, detail, tokens, is_target in zip(*(out[column] for column in columns), strict=True):
             if kind:
-                problems.append(Problem(number, places[number], kind, detail, len(tokens) > 0))
+                problems.append(PlacedProblem(number, places[number], kind, detail, len(tokens) > 0))
             if len(tokens):
                 found.append((number, tokens, is_target))
     lengths = np.array([len(tokens) for _, tokens, _ in found], dtype=np.int64)
