@@ -29,12 +29,11 @@ from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.data_paths import all_paths, match
-from qlora_fsdp.config.data_sets import mixed_sets, settings_for
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
-from qlora_fsdp.config.schema import Config, MixUntil, ModelConfig
+from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
+from qlora_fsdp.data.expected_tokens import expect_tokens
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.longest import describe_longest
@@ -50,7 +49,7 @@ from qlora_fsdp.memory.show import (
     table,
 )
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import cheapest_changes
+from qlora_fsdp.memory.suggest import Change, cheapest_changes
 from qlora_fsdp.memory.workload import Workload
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3  # exit code
 LONGEST = "training.max_length=max"  # what is typed to ask for the longest rows
-BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 # A run also needs data, a tokenizer and a folder to write to, which may be on another machine. The model may be named
 # by its shape alone, and the end of the run matters only for its duration.
 NEEDS = Needs(
@@ -96,51 +94,60 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     config = load_config(overrides, partial(check_settings, needs=NEEDS))
     _check(config, hardware)
     config, rounded = round_default(config, hardware.count)
+    work, positions, padded = _trace(config, hardware)
+    target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
+    if asks_for_longest:
+        lines, figures = describe_longest(work, hardware, target, _name(config), positions)
+        lines += padded
+        fits = any(row["gpus"] == hardware.count for row in figures["longest"])
+    else:
+        choice = choose(work, target, hardware.gpu)
+        lines, figures = _describe(choice, hardware, target)
+        notes = [*work.model.notes(work.config), *([rounded] if rounded else [])]
+        lines += [*padded, *(f"Note: {note}" for note in notes)]
+        fits = choice.fits
+        if fits:
+            typed = shlex.join(overrides)
+            lines += [f"Next, see what is trained on: qlora-fsdp preview {typed}", f"Then: qlora-fsdp train {typed}"]
+        else:
+            changes = cheapest_changes(work, target, hardware.gpu)
+            lines += _describe_changes(choice, changes, target)
+            figures["changes"] = [
+                {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
+                for change in changes
+            ]
+    print("\n".join(lines))
+    _write(file, figures)
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _trace(config: Config, hardware: Hardware) -> tuple[Workload, int | None, list[str]]:
+    """The run to plan, how many positions its model knows, and a note if its rows can't be packed. Imports torch."""
     size, values = config.training.micro_batch_size, _read_config(config.model)
-    # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
     with quick_imports():
         from qlora_fsdp.model.find import make_config
         from qlora_fsdp.model.rope import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
     model = make_config(values, _name(config))
-    scale_rope(model.get_text_config(), config.model.rope_scaling)
+    text = model.get_text_config()
+    scale_rope(text, config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
     traced = trace_config(model, config)
-    work = Workload(
-        traced,
-        config,
-        hardware.count,
-        hardware.local_count,
-        1 if size == AUTO else size,
-    )
-    target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
-    if asks_for_longest:
-        positions = getattr(model.get_text_config(), "max_position_embeddings", None)
-        lines, figures = describe_longest(work, hardware, target, _name(config), positions)
-        _write(file, figures)
-        print("\n".join([*lines, *padded]))
-        return 0 if any(row["gpus"] == hardware.count for row in figures["longest"]) else DOES_NOT_FIT
-    choice = choose(work, target, hardware.gpu)
-    lines, figures = _describe(choice, hardware, target)
-    lines += [*padded, *(f"Note: {note}" for note in [*traced.notes(config), *([rounded] if rounded else [])])]
-    if not choice.fits:
-        cheapest = cheapest_changes(work, target, hardware.gpu)
-        missing = (choice.plan.needed - target) / GIB
-        weights = sum(choice.plan.phases["load"].values()) + choice.plan.library_bytes
-        alone = f" A rank's weights alone take {(weights - target) / GIB:.2f} GiB too much." if weights > target else ""
-        lines += [f"It is {missing:.2f} GiB too much a GPU.{alone} The cheapest changes that make it fit:"]
-        lines += [changes_table(cheapest) or "  none found"]
-        figures["changes"] = [
-            {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
-            for change in cheapest
-        ]
-    else:
-        typed = shlex.join(overrides)
-        lines += [f"Next, see what is trained on: qlora-fsdp preview {typed}", f"Then: qlora-fsdp train {typed}"]
-    print("\n".join(lines))
-    _write(file, figures)
-    return 0 if choice.fits else DOES_NOT_FIT
+    work = Workload(traced, config, hardware.count, hardware.local_count, 1 if size == AUTO else size)
+    return work, getattr(text, "max_position_embeddings", None), padded
+
+
+def _describe_changes(choice: Choice, changes: Sequence[Change], target: float) -> list[str]:
+    """The lines about a run that does not fit: by how much, and what would make it fit."""
+    plan = choice.plan
+    missing = (plan.needed - target) / GIB
+    excess = (plan.weight_bytes - target) / GIB
+    alone = f" A rank's weights alone take {excess:.2f} GiB too much." if excess > 0 else ""
+    return [
+        f"It is {missing:.2f} GiB too much a GPU.{alone} The cheapest changes that make it fit:",
+        changes_table(changes) or "  none found",
+    ]
 
 
 def _write(file: Path, figures: Mapping[str, Any]) -> None:
@@ -215,7 +222,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     plan, gpu = choice.plan, hardware.gpu
     work, config = plan.work, plan.work.config
     speed = tokens_per_second(work, plan.policies, gpu)
-    num_tokens, source = count_tokens(config, work)
+    num_tokens, source = expect_tokens(config, work.num_micro_batches * work.num_tokens * work.num_ranks)
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
     model = f"{_name(config)} ({show_size(work.parts.num_parameters)} parameters)"
@@ -253,46 +260,6 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
 
 def _duration(hours: float) -> str:
     return f"{format(hours, ',.0f' if hours >= 10 else '.2g')} hours" if hours >= 1 else show_duration(3600 * hours)
-
-
-def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
-    """Returns the tokens of the run, and where the number comes from."""
-    training = config.training
-    if training.max_steps is not None:
-        a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
-        return training.max_steps * a_step, f"training.max_steps={training.max_steps}"
-    if config.data.mix_tokens is not None:
-        num_tokens = training.num_epochs * config.data.mix_tokens
-        return num_tokens, f"data.mix_tokens={config.data.mix_tokens}"
-    names = all_paths(config.data)
-    missing = [name for name in names if not match(name)]
-    if names and not missing:
-        sizes = [_num_bytes(name) for name in config.data.mix or names]
-        num_epochs = training.num_epochs * (1 - config.data.eval_fraction)
-        num_bytes: float = sum(sizes)
-        if config.data.mix:  # as if all rows had one length
-            weights = [own.weight for own in mixed_sets(config.data).values()]
-            of_all = min if config.data.mix_until is MixUntil.shortest else max
-            num_bytes = sum(weights) * of_all(size / weight for size, weight in zip(sizes, weights, strict=True))
-        sets = [settings_for(name, config.data) for name in config.data.mix] or [config.data]
-        of_parts = {
-            "data.max_rows": any(own.max_rows is not None for own in sets),
-            "data.split": any("[" in own.split for own in sets),
-        }
-        fewer = " and ".join(key for key, is_set in of_parts.items() if is_set)
-        source = f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token{f'; less by {fewer}' if fewer else ''}"
-        return num_epochs * num_bytes / BYTES_A_TOKEN, source
-    if missing and config.data.is_default:
-        return 1e8, f"an example: the run would train on {missing[0]}, the default; data.path= names your own data"
-    if missing:
-        return 1e8, f"an example: {', '.join(missing)} is not here"
-    return 1e8, "an example: set data.path or training.max_steps for your own"
-
-
-def _num_bytes(name: str) -> int:
-    paths = match(name)
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
-    return sum(file.stat().st_size for file in files)
 
 
 def _name(config: Config) -> str:

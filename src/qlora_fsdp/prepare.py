@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.mistyped import WITH_VALUE
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import all_settings, problem_with
-from qlora_fsdp.runtime.run_command import run_command
+from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
@@ -93,11 +92,9 @@ def _name_data(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = _name_data(sys.argv[1:] if argv is None else argv)
-    # Only the tokenizer of a model is used, so that where it is named the model need not be.
-    optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
-    exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, optional, takes_adapter=False, on_cpu=True)
+    exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, takes_adapter=False, on_cpu=True)
     if exit_code == 0:
-        print(f"Next: qlora-fsdp train {printable(shlex.join(arguments))}")
+        tell_next(arguments)
     return exit_code
 
 

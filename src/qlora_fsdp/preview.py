@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,13 +17,13 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
-from qlora_fsdp.common.startup import end_process, is_first_rank, quick_imports
+from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import plural, printable, shorten
 from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.runtime.run_command import run_command
+from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,10 +140,8 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     """Describe the rows: counts, their lengths as bars, and how much of a batch would be padding."""
     import numpy as np
 
-    from qlora_fsdp.data.mix import count_tokens
-
     yield from ("---", *map(printable, str(data.report).splitlines()))
-    lengths = count_tokens(data.train.rows)[data.train.row_ids]
+    lengths = data.train.rows.part_lengths.sum(1)[data.train.row_ids]
     middle, tail = np.percentile(lengths, [50, 95]).astype(int)
     yield f"tokens a row: {lengths.min()} to {lengths.max()}, half up to {middle}, 95 % up to {tail}"
     width = -(-(int(np.ptp(lengths)) + 1) // NUM_BINS)  # in tokens, rounded up
@@ -177,14 +174,10 @@ def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    # Only the tokenizer of a model is used, so that where it is named the model need not be.
-    optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
-    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
-    if exit_code == 0 and is_first_rank():
+    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, takes_adapter=False)
+    if exit_code == 0:
         own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
-        typed = shlex.join(text for text in arguments if not text.startswith(own))
-        with suppress(BrokenPipeError):
-            print(f"Next: qlora-fsdp train {printable(typed)}")
+        tell_next([text for text in arguments if not text.startswith(own)])
     return exit_code
 
 

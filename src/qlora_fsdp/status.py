@@ -14,10 +14,11 @@ from qlora_fsdp.common.startup import end_with_the_reader
 from qlora_fsdp.common.text import format_table, printable_lines, show_duration, show_number
 from qlora_fsdp.records.run_state import (
     SLURM_FILE,
+    SWEEP_FILE,
     RunState,
     find_runs,
+    read_job_id,
     read_jobs,
-    read_json,
     read_run,
     slurm_queue,
     step_of,
@@ -52,7 +53,7 @@ def show_status(folders: Sequence[Path]) -> str:
         queue = slurm_queue()
     rows, reasons = [], []
     for run in found:
-        state, job_id, name = read_run(run), str(read_json(run / SLURM_FILE).get("job_id", "")), _name(run, root)
+        state, job_id, name = read_run(run), read_job_id(run), _name(run, root)
         status = _in_queue(queue.get(job_id, ""), state.status)
         rows.append(_row(name, state, status or _told(state), job_id))
         reason = None if status else state.error or _reason(state)
@@ -104,7 +105,7 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
 
 def _planned(folder: Path) -> list[Path]:
     """The folders of jobs of a sweep and of jobs that SLURM has, whether these have started or not."""
-    jobs = [job for file in sorted(folder.rglob("sweep.json")) for job, _ in read_jobs(file)]
+    jobs = [job for file in sorted(folder.rglob(SWEEP_FILE)) for job, _ in read_jobs(file)]
     return [*jobs, *(file.parent for file in sorted(folder.rglob(SLURM_FILE)))]
 
 

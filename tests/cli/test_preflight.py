@@ -21,6 +21,7 @@ import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp import preflight
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.config.world import World
+from qlora_fsdp.data.expected_tokens import expect_tokens
 from tests.cli.launch import run_forked
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
@@ -174,7 +175,7 @@ def test_where_the_number_of_tokens_comes_from(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_bytes(b" " * 8_000_000)
 
     def count(*settings: str) -> tuple[float, str]:
-        return preflight.count_tokens(load_config(["model=tiny", "training.num_epochs=2", *settings]), None)
+        return expect_tokens(load_config(["model=tiny", "training.num_epochs=2", *settings]), tokens_a_step=0)
 
     data = f"data.path={tmp_path}/rows.jsonl"
     assert count(data) == (4e6, "8.0 MB of data, 4 bytes a token")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ from qlora_fsdp.common.startup import KEPT, begin
 from qlora_fsdp.data import tokenize_source
 from qlora_fsdp.data.tokenize import RowTokenizer
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch
+from tests.helpers.lines import write_lines
 
 pytestmark = pytest.mark.distributed
 
@@ -34,11 +34,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 }
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def refuse_to_read() -> None:
     def read_rows(*arguments: object) -> None:
         raise AssertionError("the data is tokenized again")
@@ -49,7 +44,10 @@ def refuse_to_read() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_that_follows_tokenizes_nothing(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, given = CASES[case]
-    names = {"{rows}": str(write(tmp_path / "rows.jsonl", rows)), "{more}": str(write(tmp_path / "more.jsonl", TEXT))}
+    names = {
+        "{rows}": str(write_lines(tmp_path / "rows.jsonl", rows)),
+        "{more}": str(write_lines(tmp_path / "more.jsonl", TEXT)),
+    }
     for name, path in names.items():
         given = [text.replace(name, path) for text in given]
     settings = ["model=tiny", "model.config.num_hidden_layers=1", "training.max_length=128", *given]
@@ -65,11 +63,12 @@ def test_the_run_that_follows_tokenizes_nothing(case: str, tmp_path: Path, capsy
 
 
 def test_data_may_be_named_by_its_paths_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(write(tmp_path / name, rows)) for name, rows in (("a b.jsonl", TEXT), ("c.jsonl", CHAT))]
+    files = [str(write_lines(tmp_path / name, rows)) for name, rows in (("a b.jsonl", TEXT), ("c.jsonl", CHAT))]
     given = ["model.tokenizer_path=bytes", f"data.cache_folder={tmp_path / 'cache'}"]
     assert prepare.main([*files, *given]) == prepare.main([files[0], *given]) == 0
     told = capsys.readouterr().out
     assert f"{files[0]}, {files[1]}: 40 rows read" in told and f"{files[0]}: 20 rows read" in told
+    assert told.splitlines()[-1].startswith("Next: qlora-fsdp train model=NAME 'data.path=")  # a run needs one
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_data_may_be_named_by_its_paths_alone(tmp_path: Path, capsys: pytest.Cap
 def test_what_there_is_nothing_to_prepare_of(
     given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = write(tmp_path / "rows.jsonl", TEXT)
+    rows = write_lines(tmp_path / "rows.jsonl", TEXT)
     assert prepare.main(["model=tiny", f"data.path={rows}", *given]) == 2
     assert said in capsys.readouterr().err
 
@@ -105,7 +104,9 @@ def hold_and_prepare(folder: Path, settings: list[str]) -> None:
 
 
 def test_ctrl_c_keeps_what_is_tokenized(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = write(tmp_path / "rows.jsonl", [{"text": f"a text {n}"} for n in range(tokenize_source.ROWS_A_PROCESS + 1)])
+    rows = write_lines(
+        tmp_path / "rows.jsonl", [{"text": f"a text {n}"} for n in range(tokenize_source.ROWS_A_PROCESS + 1)]
+    )
     settings = ["model=tiny", f"data.path={rows}", f"data.cache_folder={tmp_path / 'cache'}", "data.num_proc=2"]
     process = multiprocessing.get_context("fork").Process(target=partial(hold_and_prepare, tmp_path, settings))
     process.start()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.model.adapters import save as save_adapter
+from qlora_fsdp.model.adapters import write as adapter_files
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, read_manifest
 from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
@@ -55,17 +55,17 @@ def save_slowly(folder: Path) -> bool:
         time.sleep(4)
         args[3].mkdir()
 
-    before = save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter
-    save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter = (
+    before = adapter_files.gather_trainable, adapter_files.adapter_keys, adapter_files.write_adapter
+    adapter_files.gather_trainable, adapter_files.adapter_keys, adapter_files.write_adapter = (
         (lambda *_: {}),
         (lambda _: {}),
         write,
     )
     try:
-        save_adapter.save_adapter(None, folder / "adapter", None, "", "", processes)  # type: ignore[arg-type]
+        adapter_files.save_adapter(None, folder / "adapter", None, "", "", processes)  # type: ignore[arg-type]
         return (folder / "adapter").is_dir()
     finally:
-        save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter = before
+        adapter_files.gather_trainable, adapter_files.adapter_keys, adapter_files.write_adapter = before
         stop_processes()
 
 

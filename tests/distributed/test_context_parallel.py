@@ -5,7 +5,6 @@ The stock libraries compute a row at a time: no packing, no slices, no exchange.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +25,7 @@ from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training import step
 from tests.helpers.checkpoints import SHAPE, write_checkpoint
+from tests.helpers.lines import write_lines
 from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import Meeting, once, run_ranks
 from tests.helpers.reference import stock_losses
@@ -152,7 +152,7 @@ def test_slices_learn_to_copy_what_is_in_another_slice(tmp_path: Path):
     rng = random.Random(0)
     texts = ["".join(rng.choices("abcdefgh", k=28)) for _ in range(2000)]
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": text, "completion": text}) + "\n" for text in texts))
+    write_lines(rows, ({"prompt": text, "completion": text} for text in texts))
     config = AutoConfig.for_model("llama", **SHAPE, initializer_range=0.05)
     base = write_checkpoint(config, tmp_path / "model", torch.float32)
     trained = ["quant=none", "lora.r=64", "lora.lora_alpha=64", "lora.modules_to_save=[embed_tokens,lm_head]"]

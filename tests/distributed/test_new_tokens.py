@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from qlora_fsdp import evaluate, generate
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock, stock_losses
@@ -52,8 +52,7 @@ def marked_rows(rows: Path, folder: Path) -> Path:
         for key in row:
             row[key] = row[key].replace(" ", marks[number % len(marks)], 1) + marks[(number + 1) % len(marks)]
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return write_lines(file, lines)
 
 
 @pytest.fixture(scope="module")

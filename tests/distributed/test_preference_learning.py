@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp import evaluate
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import printed_by, train_all
 from tests.helpers.smollm2 import needs_smollm2
@@ -36,7 +36,7 @@ def learn(folder: Path, model: Path) -> str:
 def keep_the_shortest(file: Path, num_pairs: int) -> None:
     """Of the pairs in a file those that take the fewest letters."""
     pairs = sorted(read_lines(file), key=lambda pair: 2 * len(pair["prompt"]) + len(pair["chosen"] + pair["rejected"]))
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:num_pairs]))
+    write_lines(file, pairs[:num_pairs])
 
 
 def test_a_chat_model_learns_which_summary_is_a_functions(tmp_path: Path, smollm2: Path) -> None:

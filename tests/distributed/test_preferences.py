@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.lines import write_lines
 from tests.helpers.preferences import stock_figures, write_judged, write_pairs
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
@@ -181,7 +182,7 @@ def test_a_reference_of_something_else_is_not_taken_from_the_cache(folder: Path,
         {"prompt": "a" * 30 if n % 2 else "b", "completion": "c" if n % 2 else f"{n}" + "d" * 30, "label": n % 4 < 2}
         for n in range(8)
     ]
-    (tmp_path / "unlike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unlike))
+    write_lines(tmp_path / "unlike.jsonl", unlike)
 
     def argv(name: str, cache: str, more: list[str]) -> list[str]:
         own = ["task=preference", "training.max_steps=3", f"run.folder={tmp_path / name}"]

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from qlora_fsdp import evaluate, preview
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import printed_by, settings, train_here
 
@@ -40,7 +40,7 @@ def write_pages(folder: Path) -> Path:
     for name, page in PAGES[60:70]:
         (folder / "book" / f"{name}.txt").write_text(f"{name}\n\n{page}", encoding="utf-8")
     held_out = folder / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps({"prompt": n, "completion": p}) + "\n" for n, p in PAGES[58:66]))
+    write_lines(held_out, ({"prompt": n, "completion": p} for n, p in PAGES[58:66]))
     return held_out
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import generate, merge
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import add_lora, global_batches, load_stock, train_stock
@@ -53,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     chats = [
         [{"role": "user", "content": p["prompt"]}, {"role": "assistant", "content": p["completion"]}] for p in pairs
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_lines(folder / "chats.jsonl", ({"messages": chat} for chat in chats))
     asked = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    write_lines(folder / "prompts.jsonl", asked)
     return folder
 
 

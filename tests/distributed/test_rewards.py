@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.classification import load_stock_classifier, make_encoder
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.preferences import BOS, EOS, Example, read_examples, step_rows, write_pairs
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
@@ -33,7 +32,7 @@ def argv(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     plain = write_pairs(folder / "plain.jsonl")
     rows = read_lines(plain)
     with_margins = [row | {"margin": number % 5 / 4} for number, row in enumerate(rows)]
-    (folder / "margins.jsonl").write_text("".join(json.dumps(row) + "\n" for row in with_margins))
+    write_lines(folder / "margins.jsonl", with_margins)
 
     def make(name: str, *more: str) -> list[str]:
         own = [f"run.folder={folder / 'runs' / name}", "task=reward", f"training.max_length={MAX_LENGTH}"]

@@ -26,7 +26,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.classification import LABELS, write_labelled_rows
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks
 from tests.helpers.reference import global_batches, load_stock_adapter, save_stock_adapter, train_stock
@@ -229,8 +229,7 @@ def pairs(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file, found = tmp_path_factory.mktemp("pairs") / "pairs.jsonl", read_lines(rows)
     both = zip(found[::2], found[1::2], strict=True)
     lines = [{"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]} for a, b in both]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines if line["chosen"] != line["rejected"]))
-    return file
+    return write_lines(file, (line for line in lines if line["chosen"] != line["rejected"]))
 
 
 def stock_dpo(policy: nn.Module, reference: nn.Module, config: Config) -> list[float]:

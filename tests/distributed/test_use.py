@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from qlora_fsdp import chat, evaluate, generate, merge
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import QuantConfig
+from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
 from tests.helpers.reference import load_stock, stock_loss
@@ -207,7 +208,7 @@ def test_tasks_of_lm_eval_score_as_by_its_own_model(adapters, stock, tmp_path: P
     for number, prompt in enumerate(["the cat sat", "old town and birds sang on", "a " * 40 + "mat"]):
         completion = greedy(model, tokenizer(prompt)["input_ids"], tokenizer) if number else "nothing of the kind"
         rows.append({"prompt": prompt, "completion": completion, "answer": number, "ending": "and the town"})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     data = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")}
     files = []
     for name, task in TASKS.items():

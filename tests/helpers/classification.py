@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from qlora_fsdp.data.sequences import epoch_order
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.parts import describe_task
 from tests.helpers.checkpoints import SHAPE, VOCAB
+from tests.helpers.lines import write_lines
 from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
 from tests.helpers.reference import add_lora, dequantize_int8
@@ -73,8 +73,7 @@ def write_labelled_rows(file: Path, form: ProblemType, num_rows: int) -> Path:
             ProblemType.regression: [len(text) / 30, -0.5],
         }
         rows.append({"text": text, "label": labels[form]})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, rows)
 
 
 def write_labelled_words(file: Path, num_rows: int) -> Path:
@@ -89,8 +88,7 @@ def write_labelled_words(file: Path, num_rows: int) -> Path:
             tags[i] = "B-town" if word == "town" else "I-town" if is_inside else "O"
         indices = [WORD_LABELS.index(tag) for tag in tags]
         rows.append({"tokens": words, **({"labels": tags} if number % 2 else {"ner_tags": indices})})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, rows)
 
 
 def load_stock_classifier(folder: Path, config: Config, heads: Sequence[str] = HEADS) -> nn.Module:

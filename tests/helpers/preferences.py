@@ -25,6 +25,7 @@ from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import Sequences, epoch_order
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from tests.helpers.checkpoints import VOCAB
+from tests.helpers.lines import write_lines
 from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
 from tests.helpers.reference import add_lora, load_stock, load_stock_adapter
@@ -42,8 +43,7 @@ def write_pairs(file: Path, num_rows: int = 40) -> Path:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, at_most)))
 
     rows = [{"prompt": words(3) + " ", "chosen": words(6), "rejected": f"{words(5)}?"} for _ in range(num_rows)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, rows)
 
 
 def write_judged(file: Path, num_rows: int = 40) -> Path:
@@ -54,8 +54,7 @@ def write_judged(file: Path, num_rows: int = 40) -> Path:
         {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": n % 3 > 0}
         for n, row in enumerate(pairs)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, rows)
 
 
 def read_examples(config: Config) -> list[Example]:

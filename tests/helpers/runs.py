@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from qlora_fsdp.sharding.shard import bypassing_root
 from qlora_fsdp.tracing.model_tracer import ModelTracer
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.train_result import TrainResult
+from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting
 
@@ -51,8 +51,7 @@ def write_rows(file: Path, num_rows: int = 400) -> Path:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, at_most)))
 
     rows = [{"prompt": words(3), "completion": words(8)} for _ in range(num_rows)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, rows)
 
 
 def settings(checkpoint: Path, rows: Path, *more: str, packing: bool = True) -> list[str]:

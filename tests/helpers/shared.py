@@ -19,6 +19,7 @@ with quick_imports():  # most of what the modules of tests import, once in each 
     import bitsandbytes.nn.modules
     import torch
 
+    from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
     from tests.helpers.blocks import CHECKPOINTS, write_blocks
     from tests.helpers.checkpoints import make_checkpoint
     from tests.helpers.quick_config import COMPOSED
@@ -53,6 +54,13 @@ def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    """This process as the only rank of a run, on the CPU."""
+    yield start_processes(60, use_cpu=True)
+    stop_processes()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The reference for conversations: a whole render for each call of a tool, and two prefixes for each answer.
 
-It takes quadratic time and looks at every turn by itself, so `data.conversation` must find the same text and spans.
+It takes quadratic time and looks at every turn by itself, so `data/chats/conversation.py` must find the same text and
+spans.
 """
 
 from __future__ import annotations

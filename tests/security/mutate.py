@@ -45,13 +45,15 @@ from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings
-from qlora_fsdp.model.adapters.saved import SavedAdapter
+from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
-from qlora_fsdp.training.checkpoints.checkpoint import MANIFEST, digest_manifest, read_manifest
+from qlora_fsdp.records.run_state import MANIFEST
+from qlora_fsdp.training.checkpoints.checkpoint import digest_manifest, read_manifest
 from qlora_fsdp.weights.fill import fill_from_files
 from tests.helpers import quick_config
 from tests.helpers.checkpoints import make_checkpoint, quantize_checkpoint
+from tests.helpers.lines import write_lines
 
 MAX_SECONDS = 20  # of one reading
 MAX_BYTES = 4 * 2**30  # of memory that the process takes
@@ -306,7 +308,7 @@ def _make_rows(folder: Path) -> None:
         {"text": "c"},
         {"instruction": "d", "output": "e"},
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
     pq.write_table(pa.table({"prompt": ["a", "b"] * 50, "completion": ["c", None] * 50}), folder / "rows.parquet")
 
 

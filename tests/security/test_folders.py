@@ -30,16 +30,10 @@ from qlora_fsdp.records.ownership import FOLLOWED, is_own
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.sweep_table import write_results
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoints.checkpoint import remove_checkpoints
 from qlora_fsdp.training.checkpoints.resume import begin_attempt
 from tests.helpers.quick_config import load_config
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    yield start_processes(60, use_cpu=True)
-    stop_processes()
 
 
 @pytest.fixture
@@ -157,6 +151,11 @@ def test_a_repository_with_files_of_the_same_names_is_no_run(tmp_path: Path, pro
     with pytest.raises(RunFolderError, match="of no run"):
         start(tmp_path, processes)
     assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == before
+
+
+def test_a_file_of_mlflow_that_no_run_has_written_is_not_replaced(tmp_path: Path):
+    (tmp_path / "mlflow.json").write_text("mine")
+    assert f"run.folder={tmp_path} holds mlflow.json, of no run." in obstacle(tmp_path, "tracking=mlflow")
 
 
 def test_links_in_a_run_folder_are_refused_by_name(tmp_path: Path, victim: Path, processes: Processes):

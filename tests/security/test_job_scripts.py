@@ -82,6 +82,12 @@ def test_a_script_runs_nothing_of_its_paths(
     assert f"run.folder={quoted(folder)}" in training and f"tracking.project={quoted(EVIL)}" in training
 
 
+def test_a_job_does_not_print_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "console.log").symlink_to(tmp_path / "authorized_keys")
+    assert main([*BASE, "launch.dry_run=true", f"run.folder={tmp_path}"]) == 2
+    assert "holds the link console.log, and a run follows no links" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("setting", "shown"),
     [

@@ -23,6 +23,7 @@ from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings, _read_rows
 from qlora_fsdp.inference.prompts import chat_tokens
 from qlora_fsdp.records.run_state import read_jobs, read_json, read_metrics, read_run
+from tests.helpers.lines import write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
@@ -200,7 +201,7 @@ def test_prompts_that_are_nested_deeply(tmp_path: Path) -> None:
 def test_a_preview_shows_what_a_terminal_would_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows\x1b.jsonl"
     rows = [{"prompt": "a\x1b]0;owned\x07\tb", "completion": "c\n\x9b2J"}, {"\x1bkey": 1}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     argv = ["model=tiny", "model.tokenizer_path=bytes", f"data.path={file}", f"data.cache_folder={tmp_path}"]
     assert preview.main([*argv, "color=never"]) == 0
     out = capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from qlora_fsdp.records import run_folder
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.records.run_state import checkpoint_folders
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoints.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -42,12 +41,6 @@ from qlora_fsdp.training.checkpoints.resume import (
 from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    yield start_processes(60, use_cpu=True)
-    stop_processes()
 
 
 def trained(width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:

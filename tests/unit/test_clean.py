@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.lines import write_lines
 from tests.helpers.one_process import one_process
 
 from qlora_fsdp import preview
@@ -60,8 +60,7 @@ def texts(sequences: Sequences) -> list[str]:
 
 
 def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def told(prepared: PreparedData[Sequences]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.records.console import Console, start_log, stop_log
@@ -138,7 +138,7 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "chat_template.jinja").touch()
     lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     summary = {"steps": 1200, "seconds": 3905.0, "final_loss": 2.0, "initial_eval_loss": 3.5, "eval_loss": 2.5}
     config = load_config(["model.path=some/model", "data=random"])
     given = f"adapter='{folder}/adapter'"

@@ -20,9 +20,11 @@ import torch
 from bitsandbytes import cextension
 from tests.helpers.ranks import StartedRanks
 
+from qlora_fsdp.data import workers
 from qlora_fsdp.doctor import __main__ as doctor
-from qlora_fsdp.doctor import gpus, software
+from qlora_fsdp.doctor import gpus, host, software
 from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.runtime import host_memory
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -160,6 +162,14 @@ def test_what_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(doctor, "check_hub", lambda: iter(()))
     assert doctor.main(["--folder", str(tmp_path)]) == 1
     assert "OSError: libcudart.so: not found" in capsys.readouterr().out
+
+
+def test_a_container_has_what_its_limits_leave_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(host_memory, "_cgroup_rooms", lambda root: [2**30])
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.setattr(workers, "CPU_LIMIT", tmp_path / "cpu.max")
+    found = next(host.check_memory()).found
+    assert re.fullmatch(r"1 of \d+ GiB free, 1 cores", found)
 
 
 def test_pinned_memory_that_cannot_be_had_is_a_finding(monkeypatch: pytest.MonkeyPatch):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.lines import write_lines
 from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
@@ -31,7 +31,7 @@ def prepare(
     folder: Path, rows: list[object], form: ProblemType, labels: list[str] | None, name: str = "sequence_classification"
 ) -> PreparedData:
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     config = Config(
         task=TaskConfig(TaskName[name], form, labels),
         data=DataConfig(

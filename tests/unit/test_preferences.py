@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers.lines import write_lines
 from tests.helpers.one_process import one_process
 from tests.helpers.plans import traced
 from tests.helpers.quick_config import load_config
@@ -51,7 +51,7 @@ YES, NO = ({"role": "assistant", "content": text} for text in ("Yes", "No."))
 
 def prepare(folder: Path, rows: list[Any], tokenizer: Any = TOKENIZER, loss: str = "dpo", **more: Any) -> PreparedData:
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     training = {key: more.pop(key) for key in ("max_length", "packing") if key in more}
     config = Config(
         task=TaskConfig(TaskName.preference),
@@ -288,7 +288,7 @@ def test_labels_of_one_kind_teach_nothing(tmp_path: Path, label: bool) -> None:
 def test_one_data_set_of_a_mix_and_held_out_rows_may_have_labels_of_one_kind(tmp_path: Path) -> None:
     for name, label in (("good", True), ("bad", False)):
         rows = [{"prompt": f"p{n}", "completion": f"{name}{n}", "label": label} for n in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     good, bad = (str(tmp_path / f"{name}.jsonl") for name in ("good", "bad"))
     more = {"path": None, "mix": {good: 2, bad: 1}, "eval_path": good}
     config = Config(

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.lines import broken_pipe
+from tests.helpers.lines import broken_pipe, write_lines
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ ROWS = [
 
 def show(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(file, ROWS)
     base = ["model=tiny", "model.tokenizer_path=bytes", f"data.path={file}", f"data.cache_folder={folder}"]
     code = preview.main([*base, *more])
     return code, *capsys.readouterr()
@@ -98,6 +98,9 @@ def test_a_tokenizer_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     data = [f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path}"]
     assert preview.main([f"model.tokenizer_path={tmp_path / 'tokenizer'}", *data]) == 0
+    assert "[[plain text<eos>]]" in capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(f"model.tokenizer_path: {tmp_path / 'tokenizer'}\n")
+    assert preview.main(["--config", str(tmp_path / "mine.yaml"), *data]) == 0
     assert "[[plain text<eos>]]" in capsys.readouterr().out
     assert preview.main(data) == 2
     error = capsys.readouterr().err

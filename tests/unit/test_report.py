@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.config.compose import to_yaml
@@ -162,7 +163,7 @@ def test_a_diverged_run_is_not_the_best_and_hides_no_other(tmp_path: Path):
 def test_the_training_loss_of_a_report_leaves_out_steps_whose_gradient_was_not_used(tmp_path: Path):
     losses = [2.0, 3.0, 1e20, *[4.0] * 97]
     lines = [{"step": n, "loss": loss} | ({"skipped": True} if n == 2 else {}) for n, loss in enumerate(losses)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     run = read_run_files(tmp_path, "run", {})
     assert run.span == 2 and run.smoothed_loss[:4] == [2.0, 2.5, None, 4.0]
     assert run.training_loss == 4.0

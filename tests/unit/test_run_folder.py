@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,12 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.model.adapters import save as save_adapter
+from qlora_fsdp.model.adapters import write as adapter_files
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    yield start_processes(60, use_cpu=True)
-    stop_processes()
+from qlora_fsdp.runtime.processes import Processes
 
 
 def config(folder: Path) -> Config:
@@ -145,15 +138,15 @@ def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
             raise error  # as libraries in C and in Rust say it
         (folder / "adapter_model.safetensors").touch()
 
-    monkeypatch.setattr(save_adapter, "gather_trainable", lambda model, processes: {})
-    monkeypatch.setattr(save_adapter, "adapter_keys", lambda model: {})
-    monkeypatch.setattr(save_adapter, "write_adapter", write)
+    monkeypatch.setattr(adapter_files, "gather_trainable", lambda model, processes: {})
+    monkeypatch.setattr(adapter_files, "adapter_keys", lambda model: {})
+    monkeypatch.setattr(adapter_files, "write_adapter", write)
     (tmp_path / "run").mkdir()
     for name in ("TMPDIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
         (tmp_path / name).mkdir()
     with pytest.raises(RunFolderError, match="No space left on device") as caught:
-        save_adapter.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
+        adapter_files.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
     saved = list(tmp_path.glob("run-rescued-*/adapter/adapter_model.safetensors"))
     assert len(saved) == has_room
     assert "can't be written: No space left on device" in str(caught.value)

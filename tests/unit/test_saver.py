@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_state import checkpoint_folders
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.checkpoints import saver as saver_module
 from qlora_fsdp.training.checkpoints import thread as checkpoint_thread
@@ -31,12 +31,6 @@ from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 
 ADAPTER = Path("adapter/adapter.safetensors")
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    yield start_processes(60, use_cpu=True)
-    stop_processes()
 
 
 class Writes:

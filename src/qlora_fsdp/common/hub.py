@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.common.text import name_error
 
 SECONDS = 5.0  # to answer; HF_HUB_ETAG_TIMEOUT does not make it longer
 
@@ -41,8 +41,7 @@ def fetch_config_json(name: str, revision: str | None) -> Path:
             reason = "has no config.json on the hub."
             fix = "Set model.path to a model in transformers' format."
         case _:
-            told = f"{type(failure).__name__}: {first_line(failure)}"
-            reason = f"is no folder here, and its config.json can't be had ({told})."
+            reason = f"is no folder here, and its config.json can't be had ({name_error(failure)})."
             fix = (
                 f"Where there is a network, `hf download {name} config.json --local-dir FOLDER` gets it; then set "
                 "model.path=FOLDER. Or set model to a preset, which needs no download (docs/models.md)."

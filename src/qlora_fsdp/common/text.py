@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, TypeGuard
 
 MAX_LISTED = 8  # items of a list in a message
 MAX_SHOWN = 400  # characters of each
@@ -57,6 +58,17 @@ def list_some(items: Sequence[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says, or the name of its class if it says nothing."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def name_error(error: BaseException) -> str:
+    """Returns the class of an error and the first line of what it says, such as `ValueError: no such file`."""
+    text = first_line(error)
+    return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of others is a number, which True and False are to Python alone."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def finite_or_none(number: float) -> float | None:

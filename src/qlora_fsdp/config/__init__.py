@@ -1,0 +1,1 @@
+"""The settings (schema/), how they are read, and their checks. Imports no torch."""

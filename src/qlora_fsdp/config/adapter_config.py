@@ -45,7 +45,7 @@ def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
     if not missing:
         reason, fix = "leads to a file outside the adapter's folder.", "Remove it, or copy that file there yourself."
         return [Problem(str(file), reason, fix) for file in find_outside(folder)]
-    fix = f"Set {setting} to the folder that training wrote, run/adapter."
+    fix = f"Set {setting} to the folder that training wrote, such as outputs/run/adapter."
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
         fix = f"Set {setting}={adapter}/adapter."
     elif is_repo_name(adapter) and not folder.exists():

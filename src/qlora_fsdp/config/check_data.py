@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.common.text import printable
+from qlora_fsdp.common.text import is_number, printable
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
 from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixUntil, ProblemType, TaskName
@@ -291,4 +291,4 @@ def _task(config: Config) -> Iterator[Problem]:
 def _are_weights(value: Any, num_labels: int) -> bool:
     if not isinstance(value, list) or len(value) != num_labels:
         return False
-    return all(isinstance(w, (int, float)) and not isinstance(w, bool) and 0 < w < math.inf for w in value)
+    return all(is_number(w) and 0 < w < math.inf for w in value)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, QuantStorage, Weights
 from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
 
@@ -74,7 +75,7 @@ def _rope_scaling(config: Config) -> Iterator[Problem]:
         reason = f"has no rope_type of {', '.join(ROPE_TYPES)}."
         yield problem_with(config, "model.rope_scaling", reason, example)
     factor = wanted.get("factor")
-    if not _is_number(factor) or not 1 < factor <= MAX_ROPE_FACTOR:
+    if not is_number(factor) or not 1 < factor <= MAX_ROPE_FACTOR:
         reason = f"needs a factor above 1, up to {MAX_ROPE_FACTOR}: how many times as many positions."
         yield problem_with(config, "model.rope_scaling", reason, example)
     if kind in ROPE_TYPES:
@@ -94,17 +95,13 @@ def _rope_mistakes(kind: str, wanted: dict[str, Any]) -> Iterator[str]:
                 yield f"has truncate={wanted[key]}, which is neither true nor false."
         elif key not in numbers:
             yield f"has {key}, which {kind} does not take: {', '.join(numbers)}."
-        elif not (_is_number(wanted[key]) and 0 < wanted[key] < math.inf):
+        elif not (is_number(wanted[key]) and 0 < wanted[key] < math.inf):
             yield f"has {key}={wanted[key]}, which is no number above 0."
     if kind in _ROPE_ORDER:
         low, low_default, high, high_default = _ROPE_ORDER[kind]
         ends = wanted.get(low, low_default), wanted.get(high, high_default)
-        if all(map(_is_number, ends)) and ends[0] >= ends[1]:
+        if all(map(is_number, ends)) and ends[0] >= ends[1]:
             yield f"needs a {low} below {high}."
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:

@@ -39,15 +39,19 @@ class Needs:
         sections: those that it uses.
         unused: single settings of these sections that it does not use.
         optional: settings that training needs and the command can do without: they may be null.
+        tokenizer_only: whether it uses no more of the model than a tokenizer. Where that is named, no model need be.
     """
 
     sections: tuple[str, ...] = tuple(field.name for field in fields(Config))
     unused: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    tokenizer_only: bool = False
 
     def concern(self, config: Config, problem: Problem) -> bool:
         """Whether the command's user has to mend this problem."""
-        if problem.setting in self.optional and value_of(config, problem.setting) is None:
+        has_tokenizer = self.tokenizer_only and config.model.tokenizer_path is not None
+        optional = (*self.optional, *(["model.path"] if has_tokenizer else []))
+        if problem.setting in optional and value_of(config, problem.setting) is None:
             return False
         return problem.setting.partition(".")[0] in self.sections and problem.setting not in self.unused
 

@@ -27,7 +27,7 @@ _SLURM_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
 def check_training(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
-    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, slices, _launch):
+    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, check_context_parallel, _launch):
         yield from find_problems(config)
 
 
@@ -128,7 +128,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "training.on_bad_step", "has no checkpoints to go back to.", fix)
 
 
-def slices(config: Config) -> Iterator[Problem]:
+def check_context_parallel(config: Config) -> Iterator[Problem]:
     """Find settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set."""
     num_slices = config.distributed.context_parallel
     if num_slices != "auto" and not _is_whole(num_slices):

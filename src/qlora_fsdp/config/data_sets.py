@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import DataConfig, DataFormat
 
 DEFAULT_SPLIT = "train"
@@ -38,7 +39,7 @@ OWN_KEYS = tuple(field.name for field in fields(DataSet))
 
 def find_mistakes(value: Any) -> Iterator[str]:
     """The mistakes in a value of data.mix, each as the end of a sentence about its data set."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if is_number(value):
         value = {"weight": value}
     if not isinstance(value, Mapping):
         yield f"has {value!r}, which is neither a weight nor a mapping such as {{weight: 2, max_rows: 5000}}"
@@ -47,7 +48,7 @@ def find_mistakes(value: Any) -> Iterator[str]:
     if unknown:
         yield f"has {', '.join(unknown)}, and the settings of a data set are {', '.join(OWN_KEYS)}"
     weight, max_rows = value.get("weight", 1.0), value.get("max_rows")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+    if not is_number(weight) or not 0 < weight < math.inf:
         yield "has a weight that is not positive"
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         yield f"has max_rows={max_rows}, which is no whole number of at least 1"

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.common.text import is_unicode
+from qlora_fsdp.common.text import is_number, is_unicode
 from qlora_fsdp.config import schema
 
 
@@ -186,7 +186,7 @@ def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
         written: the same, with every `${...}` as it was written: a text may be made of another setting's number.
     """
     setting = all_settings()[key]
-    if setting.type is bool and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if setting.type is bool and is_number(value):
         return wrong_type(key, value)
     if not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
         return problem_about(key, value, "has bytes that are no UTF-8.", "Type it in UTF-8, or rename what it names.")

@@ -23,7 +23,7 @@ NO_LABELS = np.zeros((0, 0), np.float32)
 
 
 class AnswerRows(Rows, Protocol):
-    """Rows of tokens, each a prompt and an answer: `cache.TokenizedRows` or `RandomRows`."""
+    """Rows of tokens, each a prompt and an answer: `TokenizedRows` or `RandomRows`."""
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]: ...
@@ -70,13 +70,11 @@ class PairedRows:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        lengths = self.parts.lengths
-        return lengths[::2] + lengths[1::2]
+        return np.asarray(self.part_lengths.sum(1))
 
-    @cached_property
-    def longest_parts(self) -> NDArray[np.int64]:
-        lengths = self.parts.lengths
-        return np.maximum(lengths[::2], lengths[1::2], dtype=np.int64)
+    @property
+    def part_lengths(self) -> NDArray[np.int64]:
+        return self.parts.lengths.reshape(-1, 2)
 
     @property
     def num_targets(self) -> NDArray[np.int32]:
@@ -145,8 +143,8 @@ class JudgedRows:
         return np.maximum(self.parts.lengths, np.minimum(mismatched, self.max_length))
 
     @property
-    def longest_parts(self) -> NDArray[np.int64]:
-        return self.lengths
+    def part_lengths(self) -> NDArray[np.int64]:
+        return self.parts.part_lengths
 
     @property
     def num_targets(self) -> NDArray[np.int32]:

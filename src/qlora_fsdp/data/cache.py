@@ -11,8 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,99 +21,14 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
-from qlora_fsdp.data.tokenize import Mask, TokenRow, Tokens
+from qlora_fsdp.data.tokenized_rows import TokenizedRows
 
 CACHE_VERSION = 15  # to be raised when the same input gives other tokens
 REPORT = "report.json"
 PLACES = "places.arrow"  # of every row, for messages
 PLACES_A_BATCH = 2**16
-
-
-@dataclass(frozen=True)
-class TokenizedRows:
-    """Rows of tokens, memory-mapped.
-
-    Attributes:
-        tokens: int32 [num_tokens], all rows one after another.
-        is_target: bool [num_tokens], whether a token is trained on, or has a label. A row's first token is never
-            trained on, because nothing predicts it.
-        starts: int64 [num_rows + 1], where rows begin in `tokens`.
-        ends: int64 [num_rows], where they end, if rows are parts of what is there; None: where the next one begins.
-        num_targets: int32 [num_rows], targets of each row; 1 for a row that has a label as a whole.
-        labels: float32 [sum of num_targets, numbers per label], as `data.labels` reads them; [0, 0] without labels.
-        key: the cache entry's name, which tells these rows from any others; empty for rows that are in no entry.
-        whole_ends: int64 [num_rows], where the rows end that these are the beginnings of; None: where they end.
-    """
-
-    num_answers = 0  # not an annotated field: rows of an entry are compared by what wraps them (data/preferences.py)
-
-    tokens: Tokens
-    is_target: Mask
-    starts: NDArray[np.int64]
-    num_targets: NDArray[np.int32]
-    labels: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    key: str = ""
-    ends: NDArray[np.int64] | None = None
-    whole_ends: NDArray[np.int64] | None = None
-
-    @property
-    def whole_lengths(self) -> NDArray[np.int64]:
-        """Tokens of the rows before they were cut."""
-        return self.lengths if self.whole_ends is None else self.whole_ends - self.starts[:-1]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.starts) if self.ends is None else self.ends - self.starts[:-1]
-
-    @property
-    def longest_parts(self) -> NDArray[np.int64]:
-        return self.lengths
-
-    @cached_property
-    def prompt_lengths(self) -> NDArray[np.int64]:
-        """Tokens before the first target of each row, [num_rows]."""
-        targets = np.flatnonzero(self.is_target)
-        return np.asarray(targets[np.searchsorted(targets, self.starts[:-1])] - self.starts[:-1])
-
-    def read(self, row: int) -> list[TokenRow]:
-        span = slice(self.starts[row], self.starts[row + 1] if self.ends is None else self.ends[row])
-        is_target = self.is_target[span]
-        if self.ends is not None and is_target[0]:  # of a further piece of a row: nothing stands before it
-            is_target = np.concatenate([[False], is_target[1:]])
-        return [(self.tokens[span], is_target)]
-
-    def read_whole(self, row: int) -> TokenRow:
-        """A row as it was before it was cut."""
-        if self.whole_ends is None:
-            return self.read(row)[0]
-        span = slice(self.starts[row], self.whole_ends[row])
-        return self.tokens[span], self.is_target[span]
-
-
-def check_targets(rows: TokenizedRows, path: str) -> None:
-    """Refuses rows that attention can learn nothing from.
-
-    A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
-    is trained on, queries and keys have gradients of zeros.
-
-    Args:
-        rows: tokens to predict.
-        path: the source's path, for the message.
-
-    Raises:
-        DataError: no row has another target.
-    """
-    if not len(rows.num_targets) or rows.num_targets.max() > 1:
-        return
-    if all(rows.is_target[start + 1] for start in rows.starts[:-1]):
-        raise DataError(
-            f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
-            " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
-            " longer answers."
-        )
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:

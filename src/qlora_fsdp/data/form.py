@@ -35,7 +35,7 @@ def find_first(config: Config) -> tuple[DataFormat, dict[str, Any]] | None:
         for _, raw in islice(iterate_rows(find_source(paths[0], data)), ROWS_LOOKED_AT):
             try:
                 if config.task.name is TaskName.preference:
-                    answer = read_answers(raw, config.has_pairs, data.columns)[0]
+                    answer = read_answers(parse_row(raw), config.has_pairs, data.columns)[0]
                     return answer.form, answer.fields
                 return check_row(parse_row(raw), data.format, data.columns)
             except BadRow:

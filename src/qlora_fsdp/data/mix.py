@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.config.schema import MixUntil
-from qlora_fsdp.data.answers import Judged, JudgedRows, Paired
+from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
 
@@ -34,8 +34,8 @@ class MixedRows:
         return np.concatenate([part.lengths for part in self.parts])
 
     @cached_property
-    def longest_parts(self) -> NDArray[np.int64]:
-        return np.concatenate([part.longest_parts for part in self.parts])
+    def part_lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([part.part_lengths for part in self.parts])
 
     @property
     def key(self) -> str:
@@ -78,13 +78,6 @@ class MixedRows:
         """The part that a row is in, and the row's number there."""
         part = int(np.searchsorted(self.starts, row, side="right")) - 1
         return part, row - int(self.starts[part])
-
-
-def count_tokens(rows: Rows) -> NDArray[np.int64]:
-    """The tokens of each row, of a pair those of both answers; `Rows.lengths` is the room that a row takes."""
-    if isinstance(rows, MixedRows):
-        return np.concatenate([count_tokens(part) for part in rows.parts])
-    return rows.parts.lengths if isinstance(rows, JudgedRows) else rows.lengths
 
 
 def count_rows(

@@ -24,7 +24,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chats.turns import num_common
 from qlora_fsdp.data.columns import MORE_KEYS, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
-from qlora_fsdp.data.format import FormattedRow, format_row
+from qlora_fsdp.data.format import format_row
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.row import (
     EMPTY,
@@ -101,9 +101,11 @@ class PreferenceRowTokenizer:
             BadRow: the row can't be used.
         """
         inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, self.bad_rows)
-        answers = read_answers(raw, self.is_paired, self.columns)
-        margin = read_margin(raw, self.columns) if self.has_margin else None
-        found = list(inner.encode([self._format(answer) for answer in answers]))
+        row = parse_row(raw)
+        answers = read_answers(row, self.is_paired, self.columns)
+        margin = _read_margin(row, self.columns) if self.has_margin else None
+        formatted = [format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer) for answer in answers]
+        found = list(inner.encode(formatted))
         if not all(len(tokens) for (tokens, _), _ in found):
             raise BadRow(NO_TARGET)
         pairs = zip(found[::2], found[1::2], strict=True) if self.is_paired else ()
@@ -112,23 +114,19 @@ class PreferenceRowTokenizer:
                 raise BadRow(SAME_ANSWERS)
         labels = [margin if self.has_margin else answer.label for answer in answers]
         return [
-            (row, detail, [] if label is None else [float(label)])
-            for (row, detail), label in zip(found, labels, strict=True)
+            (tokens, detail, [] if label is None else [float(label)])
+            for (tokens, detail), label in zip(found, labels, strict=True)
         ]
 
-    def _format(self, answer: Answer) -> FormattedRow:
-        return format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer)
 
-
-def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str]) -> list[Answer]:
-    """The answers of a row, each with its prompt: the chosen and the rejected one of each pair, or one with a label.
+def read_answers(found: dict[str, Any], is_paired: bool, columns: Mapping[str, str]) -> list[Answer]:
+    """The answers of a parsed row, each with its prompt: chosen and rejected one of each pair, or one with a label.
 
     A pair where labels are wanted becomes two answers, a good one and a bad one.
 
     Raises:
         BadRow: the row can't be used.
     """
-    found = parse_row(raw)
     row = rename(found, columns)
     turn_columns = {key: columns[key] for key in TURN_KEYS if key in columns}
     has_pair = all(key in row for key in PAIR_KEYS)
@@ -192,13 +190,13 @@ def _ranked_pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in pairs if a != b and not _is_empty(a) and not _is_empty(b)] or pairs[:1]
 
 
-def read_margin(raw: bytes, columns: Mapping[str, str]) -> float:
+def _read_margin(found: dict[str, Any], columns: Mapping[str, str]) -> float:
     """By how much the rewards of a row's answers are to differ, for the loss; 0 where the row does not say.
 
     Raises:
         BadRow: it is no number.
     """
-    value = rename(parse_row(raw), columns).get(MARGIN)
+    value = rename(found, columns).get(MARGIN)
     if value is None:
         return 0.0
     if type(value) not in (int, float) or not abs(value) <= MAX_MARGIN:

@@ -24,7 +24,7 @@ from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.cleaning.row_hashes import hash_rows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
-from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, count_tokens, repeat_rows
+from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.sequences import (
@@ -106,7 +106,7 @@ def prepare_held_out(
 
 def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:
     """The counts of prepared data, for its report. `sources` are the reports of reading, one per data set."""
-    num_tokens = int(count_tokens(train.rows)[train.row_ids].sum())
+    num_tokens = int(train.token_counts.sum())
     return DataReport(
         sources=tuple(sources),
         num_sequences=len(train),
@@ -229,7 +229,7 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
         DataError: an epoch would have more than `MAX_ROWS` rows.
     """
     weights = {path: own.weight for path, own in mixed_sets(data).items()}
-    row_tokens = count_tokens(rows)
+    row_tokens = rows.part_lengths.sum(1)
     lengths = [float(row_tokens[ids].mean()) for ids in parts]
     if data.mix_by is MixBy.tokens:  # what has longer rows needs fewer of them
         weights = {path: weight / length for (path, weight), length in zip(weights.items(), lengths, strict=True)}

@@ -35,11 +35,14 @@ class SequenceSettings:
 
 
 class Rows(Protocol):
-    """The rows that sequences are made of: `cache.TokenizedRows`, `RandomRows`, or answers (`preferences.py`).
+    """The rows that sequences are made of.
+
+    `TokenizedRows`, `RandomRows` and a stream's `windows.WindowRows` are rows of tokens; `answers.PairedRows` and
+    `JudgedRows` are answers to compare; `mix.MixedRows` has the rows of several data sets.
 
     Attributes:
         lengths: the room that each takes in a sequence, in tokens.
-        longest_parts: tokens of the longest row of tokens in each; a pair has two, which stay together.
+        part_lengths: [num_rows, num_parts], the tokens that each has. A pair has two parts, which stay together.
         num_answers: for preferences, how many answers each has: 2 in a pair, 1 with a label; 0 where tokens or labels
             are predicted.
         key: tells these rows from any others; empty where nothing does.
@@ -49,7 +52,7 @@ class Rows(Protocol):
     def lengths(self) -> NDArray[np.int64]: ...
 
     @property
-    def longest_parts(self) -> NDArray[np.int64]: ...
+    def part_lengths(self) -> NDArray[np.int64]: ...
 
     @property
     def num_answers(self) -> int: ...
@@ -90,6 +93,8 @@ class TrainingData(Protocol):
 
     def lengths_of(self, indices: Indices) -> NDArray[np.int64]: ...
 
+    def num_tokens(self, indices: Indices) -> int: ...
+
     def num_target_tokens(self, indices: Indices) -> int: ...
 
     def labels_of(self, indices: Indices) -> NDArray[np.float32]: ...
@@ -120,8 +125,8 @@ class RandomRows:
         return self.lengths
 
     @property
-    def longest_parts(self) -> NDArray[np.int64]:
-        return self.lengths
+    def part_lengths(self) -> NDArray[np.int64]:
+        return self.lengths[:, None]
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
@@ -173,14 +178,19 @@ class Sequences:
     @cached_property
     def num_targets(self) -> NDArray[np.int64]:
         """Positions with a target of each sequence, [num_sequences]."""
-        return self.sum_rows(self.rows.num_targets)
+        return self._sum_rows(self.rows.num_targets)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence, [num_sequences]."""
-        return self.sum_rows(self.rows.lengths)
+        """The room that each sequence takes, in tokens, [num_sequences]."""
+        return self._sum_rows(self.rows.lengths)
 
-    def sum_rows(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
+    @cached_property
+    def token_counts(self) -> NDArray[np.int64]:
+        """Tokens of each sequence, [num_sequences]."""
+        return self._sum_rows(self.rows.part_lengths.sum(1))
+
+    def _sum_rows(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
         """The sum over each sequence, [num_sequences], of a number for each of `rows`."""
         return np.add.reduceat(values[self.row_ids], self.starts[:-1], dtype=np.int64)
 
@@ -192,7 +202,8 @@ class Sequences:
     @property
     def longest_part(self) -> int:
         """Tokens of the longest row of tokens that is in use."""
-        return int(self.rows.longest_parts[self.row_ids].max())
+        lengths = self.rows.part_lengths if self.num_answers == 2 else self.rows.lengths
+        return int(lengths[self.row_ids].max())
 
     @property
     def has_labels(self) -> bool:
@@ -226,8 +237,12 @@ class Sequences:
         return np.concatenate(parts)
 
     def lengths_of(self, indices: Indices) -> NDArray[np.int64]:
-        """Tokens of sequences, [len(indices)]."""
+        """The room that sequences take, in tokens, [len(indices)]."""
         return self.lengths[indices]
+
+    def num_tokens(self, indices: Indices) -> int:
+        """Tokens of these sequences."""
+        return int(self.token_counts[indices].sum())
 
     def num_target_tokens(self, indices: Indices) -> int:
         """Number of positions with a target in these sequences, which is the weight of their mean loss."""

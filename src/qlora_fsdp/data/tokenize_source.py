@@ -25,7 +25,7 @@ from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.answers import wrap_answers
-from qlora_fsdp.data.cache import Entry, check_targets, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_counts import label_width
@@ -37,6 +37,7 @@ from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
+from qlora_fsdp.data.tokenized_rows import check_targets
 from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.unused_columns import find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned

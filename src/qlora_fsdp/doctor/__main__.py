@@ -26,7 +26,7 @@ from qlora_fsdp.common.errors import RankError, RunFolderError, UserError, print
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.startup import announce, end_process, is_first_rank, quick_imports
 from qlora_fsdp.common.terminal import colored, uses_color
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.common.text import first_line, name_error
 from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
@@ -70,7 +70,7 @@ def diagnose(folder: Path) -> list[Finding]:
         try:
             findings += check()
         except Exception as error:  # any failure is what this command is there to find
-            findings.append(Finding("red", name, f"{type(error).__name__}: {first_line(error)}", "Mend this first."))
+            findings.append(Finding("red", name, name_error(error), "Mend this first."))
     return findings
 
 

@@ -18,12 +18,14 @@ MIN_FREE_GIB = 20
 
 
 def check_memory() -> Iterator[Finding]:
-    """Free host memory, and how much memory may be locked: loading reads into locked buffers."""
+    """Free memory and cores, of the host or its container; and how much may be locked, as buffers are for loading."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0))
-    found = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free, {cores} cores"
+    from qlora_fsdp.data.workers import num_cores
+    from qlora_fsdp.runtime.host_memory import available_bytes
+
+    total = psutil.virtual_memory().total
+    found = f"{available_bytes() / GIB:.0f} of {total / GIB:.0f} GiB free, {num_cores()} cores"
     yield Finding("green", "host memory", found)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= GIB:

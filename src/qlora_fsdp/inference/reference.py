@@ -19,7 +19,7 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.start_adapter import SETTING, typed_folder
 from qlora_fsdp.data.tokenizer import add_tokens, find_tokenizer
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.saved import SavedAdapter
+from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.records.run_state import START_FOLDER

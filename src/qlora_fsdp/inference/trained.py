@@ -20,7 +20,7 @@ from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.generation_file import generation_config
 from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.saved import NO_ADAPTER, SavedAdapter
+from qlora_fsdp.model.adapters.read import NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.tasks.task_model import TaskModel
@@ -84,8 +84,8 @@ def load_trained(
     Several ranks each get the whole model where it fits, else some of its layers (`chain` is set), else a shard.
 
     Args:
-        config: as of `assemble_trained`; also the next three.
-        adapter: PEFT's folder.
+        config: settings of the base, which an adapter's folder has.
+        adapter: PEFT's folder of a LoRA adapter; None for the base alone.
         processes: all ranks take part.
         generates: the model is for `generate`. Otherwise it has the reference of its preference, if it learned one.
         may_spread: layers may be spread over ranks, all of which then complete the same prompts together.

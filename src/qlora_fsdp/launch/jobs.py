@@ -23,7 +23,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check_run
-from qlora_fsdp.records.run_state import RunState, read_run
+from qlora_fsdp.records.run_state import CONFIG_FILE, RunState, read_run
 from qlora_fsdp.records.start_folder import find_start
 
 MAX_NAME = 120  # characters of a folder's name
@@ -143,7 +143,7 @@ def _check(job: Job) -> list[Problem]:
 
 def _harmful_changes(job: Job) -> list[Problem]:
     """Problems with settings that make it another run than the one in its folder."""
-    old = read_settings(job.folder / "config.yaml")
+    old = read_settings(job.folder / CONFIG_FILE)
     changes = find_changes(plain_settings(job.config), old) if old else {}
     problems = []
     for key, (value, was) in changes.items():

@@ -18,11 +18,10 @@ from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.ranks import kill_tree, noting_signals, signal_ranks
 from qlora_fsdp.launch.sweep import Sweep
-from qlora_fsdp.records.run_state import RunState
+from qlora_fsdp.records.run_state import CONSOLE_FILE, RunState
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 30.0  # between two lines about a job's progress
-CONSOLE = "console.log"
 
 
 @dataclass
@@ -79,7 +78,7 @@ def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
     if slot is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot[: job.config.launch.num_processes])
     job.folder.mkdir(parents=True, exist_ok=True)
-    console = job.folder / CONSOLE
+    console = job.folder / CONSOLE_FILE
     with create(console) as output:
         process = subprocess.Popen(
             launch_command(job.config, slot, job.arguments),
@@ -107,7 +106,7 @@ def _ending(item: _Running) -> str:
 def _last_error(item: _Running) -> str | None:
     """The error of a job that ended before it had a run folder."""
     with suppress(OSError):
-        lines = (item.job.folder / CONSOLE).read_text(errors="replace").splitlines()
+        lines = (item.job.folder / CONSOLE_FILE).read_text(errors="replace").splitlines()
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
         return errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), None)
     return None

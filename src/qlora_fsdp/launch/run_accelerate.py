@@ -27,7 +27,7 @@ from qlora_fsdp.common.startup import (
     leave_working_folder_out,
     quick_imports,
 )
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.common.text import name_error
 from qlora_fsdp.runtime.signals import SIGNALS
 
 
@@ -94,8 +94,8 @@ def _launch(argv: Sequence[str] | None) -> None:
     except SignalException as error:
         raise RankFailed(0, -error.sigval, None) from None
     except Exception as error:
-        text = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
-        raise LaunchError(f"accelerate can't start the ranks: {text}. Look at launch.config_file.") from None
+        reason = name_error(error).rstrip(".")
+        raise LaunchError(f"accelerate can't start the ranks: {reason}. Look at launch.config_file.") from None
 
 
 if __name__ == "__main__":

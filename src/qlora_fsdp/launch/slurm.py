@@ -21,7 +21,7 @@ from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
-from qlora_fsdp.records.run_state import SLURM_FILE, read_json, slurm_queue
+from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
 
 POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
 SCRIPT = "job.sbatch"
@@ -43,9 +43,10 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
         print(render_script(jobs, sweep.folder, Path.cwd()))
         return
     queue = slurm_queue()
-    queued = [job for job in jobs if _job_id(job.folder) in queue]
+    queued = [job for job in jobs if read_job_id(job.folder) in queue]
     for job in queued:
-        print(f"{job.label}: SLURM has it already, as job {_job_id(job.folder)} ({queue[_job_id(job.folder)]}).")
+        job_id = read_job_id(job.folder)
+        print(f"{job.label}: SLURM has it already, as job {job_id} ({queue[job_id]}).")
     todo = [job for job in jobs if job not in queued]
     if todo:
         _submit(todo, sweep.folder, render_script(todo, sweep.folder, Path.cwd()))
@@ -130,7 +131,7 @@ def _step(config: Config) -> str:
         f"{_SECRET}\n{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
         f"launcher=({shlex.quote(python)} {options})\n"
         f"srun --ntasks-per-node=1{cpus}{container} --kill-on-bad-exit=1 \\\n"
-        f'  --output="$run_folder/console.log" --open-mode=append bash -c \'trap "" USR1\n'
+        f'  --output="$run_folder/{CONSOLE_FILE}" --open-mode=append bash -c \'trap "" USR1\n'
         f'  exec "$1" -m accelerate.commands.launch{node} "${{@:2}}"\' \\\n'
         '  bash "${launcher[@]}" -m qlora_fsdp.train "${arguments[@]}" &\n'
         "step=$!"
@@ -210,11 +211,7 @@ def _are_queued(jobs: Sequence[Job]) -> bool:
         queue = slurm_queue()
     except LaunchError:
         return True
-    return any(_job_id(job.folder) in queue for job in jobs)
-
-
-def _job_id(folder: Path) -> str:
-    return str(read_json(folder / SLURM_FILE).get("job_id", ""))
+    return any(read_job_id(job.folder) in queue for job in jobs)
 
 
 def _word(option: str) -> str:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO
-from qlora_fsdp.config.check_training import slices, why_no_tiles
+from qlora_fsdp.config.check_training import check_context_parallel, why_no_tiles
 from qlora_fsdp.config.schema import ShardingStrategy
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
@@ -91,7 +91,7 @@ def ways_to_share(work: Workload) -> Iterator[Workload]:
     most = math.gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
     for num_slices in range(2, most + 1):
         shared = _with_values(work, {"distributed.context_parallel": num_slices})
-        is_possible = most % num_slices == 0 and next(slices(shared.config), None) is None
+        is_possible = most % num_slices == 0 and next(check_context_parallel(shared.config), None) is None
         if is_possible and work.model.why_not_sliced(shared.config) is None:
             yield shared
 

@@ -96,6 +96,11 @@ class MemoryPlan:
         return round(FRAGMENTATION * transient + streamed) + beside + (LAST_PAGES if self.work.is_cuda else 0)
 
     @property
+    def weight_bytes(self) -> int:
+        """GPU memory that a rank's weights need alone, while nothing is computed."""
+        return self.tensor_bytes("load") + self.library_bytes
+
+    @property
     def library_bytes(self) -> int:
         """GPU bytes that CUDA and NCCL take outside torch's allocator."""
         if not self.work.is_cuda:

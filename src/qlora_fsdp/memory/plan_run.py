@@ -197,7 +197,7 @@ def _reason(config: Config, plan: MemoryPlan, machine: Machine) -> str:
 def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
     """Refuse a run whose weights alone are too large. No error in the rest of the plan could change that."""
     config, work = plan.work.config, plan.work
-    weights = sum(plan.phases["load"].values()) + plan.library_bytes
+    weights = plan.weight_bytes
     if weights <= machine.target:
         return
     missing, share = (weights - machine.target) / GIB, f"{weights / GIB:.2f} GiB"

@@ -153,7 +153,10 @@ class TracedModel(Protocol):
     """A model that can be planned under any settings."""
 
     def parts(self, config: Config) -> ModelParts:
-        """Its parameters under these settings of `quant`, `lora`, `task` and `tokenizer`."""
+        """Its parameters under these settings."""
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        """What a run with these settings would log about the model, such as unquantized experts."""
 
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False

@@ -21,7 +21,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside, read_json_object
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_sizes
-from qlora_fsdp.common.text import shorten
+from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.model.rope import scale_rope
@@ -185,11 +185,10 @@ def _download_or_explain(config: ModelConfig) -> str | None:
         else:
             return None
     other = "set model to a preset" if config.weights is Weights.random else "use model.weights=random for a dry run"
-    reason = f"{type(failures[0]).__name__}: {str(failures[0]).partition(chr(10))[0]}"
     return (
-        f"model.path={config.path} is no folder on {platform.node()}, and no hub model that can be had ({reason}). Set "
-        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or "
-        f"{other}."
+        f"model.path={config.path} is no folder on {platform.node()}, and no hub model that can be had "
+        f"({name_error(failures[0])}). Set model.path to a folder that every host has, log in with `hf auth login` if "
+        f"the model is gated, or {other}."
     )
 
 

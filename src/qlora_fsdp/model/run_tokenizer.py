@@ -13,7 +13,7 @@ from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, find_tokenizer, l
 from qlora_fsdp.records.start_folder import find_start
 
 if TYPE_CHECKING:
-    from qlora_fsdp.model.adapters.saved import SavedAdapter
+    from qlora_fsdp.model.adapters.read import SavedAdapter
 
 
 def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -21,7 +21,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if config.lora.start is None:
         tokenizer = load_tokenizer(config.model, config.data)
     else:
-        from qlora_fsdp.model.adapters.saved import SavedAdapter  # imports PEFT, which takes seconds
+        from qlora_fsdp.model.adapters.read import SavedAdapter  # imports PEFT, which takes seconds
 
         start = SavedAdapter(find_start(config), SETTING)
         folder = tokenizer_folder(start, config, start.read_tokens())

@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_fsdp.common.text import plural, show_duration
 from qlora_fsdp.config.schema import Config, Weights
-from qlora_fsdp.records.run_state import read_metrics
+from qlora_fsdp.records.run_state import REPORT_FILE, read_metrics
 
 
 def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> str:
@@ -20,7 +20,7 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
     is_causal, is_random = config.task.is_causal, config.model.weights is Weights.random
     commands = commands_for(folder / "adapter", is_causal, is_random)
-    named = {"adapter": folder / "adapter", "report": folder / "report.html"}
+    named = {"adapter": folder / "adapter", "report": folder / REPORT_FILE}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])
 

@@ -96,18 +96,18 @@ def _explained(repo: str, endpoint: str) -> Iterator[None]:
         raise HubError(f"HF_HUB_OFFLINE is set, and {repo} is on the hub. Unset it, or push later.") from error
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        reason = _first_line(error)
+        reason = _reason_of(error)
         if status == 401:
             raise HubError(f"The hub does not know the token: {reason} {LOG_IN}") from error
         if status == 403:
             raise HubError(f"The hub does not let this token write to {repo}: {reason} {LOG_IN}") from error
         raise HubError(f"The hub did not take {repo}: {reason} Try again later.") from error
     except Exception as error:  # what its HTTP client raises has changed from version to version
-        reason = _first_line(error)
+        reason = _reason_of(error)
         raise HubError(f"The hub at {endpoint} can't be reached: {reason} Check the network, or push later.") from error
 
 
-def _first_line(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
     text = printable(" ".join(" ".join(lines[:2]).split()))[:MAX_REASON]
     return text if text.endswith(".") else f"{text}."

@@ -9,7 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.records.run_state import ATTEMPT, LOCK, RECORDS, STREAM_FILE, checkpoint_folders, read_json
+from qlora_fsdp.records.run_state import (
+    ATTEMPT,
+    CONFIG_FILE,
+    CONSOLE_FILE,
+    ENVIRONMENT_FILE,
+    LOCK,
+    MANIFEST,
+    MLFLOW_FILE,
+    RECORDS,
+    STREAM_FILE,
+    SUMMARY_FILE,
+    WANDB_FILE,
+    checkpoint_folders,
+    read_json,
+)
 
 MARKER = ".qlora_fsdp"
 MADE_BY = "qlora-fsdp"
@@ -17,11 +31,11 @@ CHECKPOINTS = "checkpoints"
 # What a run writes under names of its own, which others may use as well. `checkpoints` is not among them, because every
 # checkpoint is known by its own manifest.
 OWN_NAMES = (
-    *("adapter", "config.yaml", "environment.json", "summary.json", "wandb.json"),
+    *("adapter", CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE, WANDB_FILE, MLFLOW_FILE),
     *(STREAM_FILE, *RECORDS, ATTEMPT, LOCK),
 )
-
-FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, "wandb")  # what a link must not be, because a run writes there
+# What no link may be, because a run writes there, or its job.
+FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, CONSOLE_FILE, "wandb")
 
 
 def is_own(folder: Path) -> bool:
@@ -58,5 +72,5 @@ def find_obstacle(folder: Path) -> tuple[str, str] | None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a manifest such as a run writes, so that it is a checkpoint, be it a damaged one."""
-    manifest = read_json(folder / "manifest.json")
+    manifest = read_json(folder / MANIFEST)
     return not folder.is_symlink() and {"sha256", "step", "files"} <= manifest.keys()

@@ -11,7 +11,7 @@ summary.json       how the run ended, and its figures
 report.html        the same as a page with curves
 bad_steps/         the rows of steps whose gradient was not used
 tensorboard/       event files, if tracking.tensorboard is set
-wandb.json         the id that W&B knows the run by, if tracking.wandb is on
+wandb.json         the id that W&B knows the run by, if tracking.wandb is on; mlflow.json is MLflow's
 stream.jsonl       where the windows of the data begin, if data.streaming is set
 windows/           the tokenized rows of the last of these windows
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
@@ -50,7 +50,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.console import start_log, stop_log
 from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.record_files import holder
-from qlora_fsdp.records.run_state import LOCK, RECORDS, SUMMARY_FILE
+from qlora_fsdp.records.run_state import CONFIG_FILE, ENVIRONMENT_FILE, LOCK, RECORDS, SUMMARY_FILE
 from qlora_fsdp.runtime.processes import Processes
 
 PACKAGES = (
@@ -90,8 +90,8 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
             _lock(folder)
             for stale in (SUMMARY_FILE, *(() if keep_records else RECORDS)):
                 remove(folder / stale)
-            write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
-            write_json(folder / "environment.json", describe_environment(processes))
+            write_atomically(folder / CONFIG_FILE, to_yaml(config, as_written=True))
+            write_json(folder / ENVIRONMENT_FILE, describe_environment(processes))
     start_log(folder if processes.is_main else None)
     return folder
 

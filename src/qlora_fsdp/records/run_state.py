@@ -24,20 +24,25 @@ from qlora_fsdp.common.foreign_files import open_regular, read_small
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
+CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "train.log"
-SUMMARY_FILE = "summary.json"
+CONSOLE_FILE = "console.log"  # what the processes of a job printed
+SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
 GENERATIONS_FILE = "generations.jsonl"
 STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 WINDOWS_FOLDER = "windows"  # the tokenized rows of the last of them
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FILE, MLFLOW_FILE = "wandb.json", "mlflow.json"  # each has the id that the tracker knows the run by
 START_FOLDER = "start_adapter"  # a copy of the adapter that the run started from
 # A new run in the folder removes these, which would otherwise have the records of two runs.
 RECORDS = (
-    *(METRICS_FILE, LOG_FILE, "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER),
+    *(METRICS_FILE, LOG_FILE, REPORT_FILE, GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER),
     *(START_FOLDER, WINDOWS_FOLDER),
 )
+MANIFEST = "manifest.json"  # of a checkpoint
+SWEEP_FILE = "sweep.json"
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
 NUM_FINAL = 10  # the final loss is the mean over this many last steps, because that of one step depends on its rows
@@ -98,7 +103,7 @@ class RunState:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a run has been started in this folder."""
-    return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
+    return (folder / CONFIG_FILE).is_file() and (folder / ENVIRONMENT_FILE).is_file()
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -141,7 +146,7 @@ def read_run(folder: Path) -> RunState:
     age = None
     if checkpoints:
         with suppress(OSError):  # the run may be removing it
-            age = max(0.0, time.time() - (checkpoints[-1] / "manifest.json").stat().st_mtime)
+            age = max(0.0, time.time() - (checkpoints[-1] / MANIFEST).stat().st_mtime)
     num_steps, seconds = _number(last, "num_steps"), _median(timed, "seconds")
     eta = None
     if status == "running" and num_steps and seconds is not None and math.isfinite(seconds):
@@ -185,6 +190,11 @@ def slurm_queue() -> dict[str, str]:
         number, state, reason = line.split("|", 2)
         queue[number] = state.lower() + (f" ({reason})" if state == "PENDING" else "")
     return queue
+
+
+def read_job_id(folder: Path) -> str:
+    """The number of the SLURM job that a run was submitted as; empty if it was not."""
+    return str(read_json(folder / SLURM_FILE).get("job_id", ""))
 
 
 def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -261,7 +271,7 @@ def _status(folder: Path) -> str:
     """The status of a run without a summary."""
     if not is_run_folder(folder):
         return "new"
-    files = [folder / name for name in (METRICS_FILE, LOG_FILE, "environment.json")]
+    files = [folder / name for name in (METRICS_FILE, LOG_FILE, ENVIRONMENT_FILE)]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
         return "running"

@@ -17,10 +17,8 @@ from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
 from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, asked_wandb_mode, trackers_of, wandb_mode
 from qlora_fsdp.records.run_folder import log, writing
-from qlora_fsdp.records.run_state import TENSORBOARD_FOLDER, read_json
+from qlora_fsdp.records.run_state import MLFLOW_FILE, TENSORBOARD_FOLDER, WANDB_FILE, read_json
 
-WANDB_FILE = "wandb.json"  # has the id that W&B knows the run by
-MLFLOW_FILE = "mlflow.json"
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # what MLflow takes of settings at a time, and of a value
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
-from qlora_fsdp.records.run_state import find_runs
+from qlora_fsdp.records.run_state import REPORT_FILE, find_runs
 from qlora_fsdp.report.run_files import Run, read_run_files
 from qlora_fsdp.report.sections import charts, details, facts, figures, generations, memory, swept
 from qlora_fsdp.report.style import STYLE
@@ -35,7 +35,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         names[found[0]] if len(found) == 1 else root.name,
         [read_run_files(run, names[run], settings.get(run, {})) for run in found],
     )
-    file = root / "report.html" if output is None else output
+    file = root / REPORT_FILE if output is None else output
     try:
         write_atomically(file, page)
     except OSError as error:

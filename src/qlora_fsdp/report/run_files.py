@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.common.text import plural, show_duration
+from qlora_fsdp.common.text import is_number, plural, show_duration
 from qlora_fsdp.config.identity import read_settings
 from qlora_fsdp.records.ending import commands_for
-from qlora_fsdp.records.run_state import GENERATIONS_FILE, SUMMARY_FILE, RunState, read_json, read_metrics, read_run
+from qlora_fsdp.records.run_state import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    GENERATIONS_FILE,
+    SUMMARY_FILE,
+    RunState,
+    read_json,
+    read_metrics,
+    read_run,
+)
 from qlora_fsdp.report.charts import running_mean
 
 SMOOTHED_SHARE = 50  # the smoothed loss is the mean over a 50th of the run's steps
@@ -55,16 +64,16 @@ class Run:
 
 def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> Run:
     """Reads everything in a run folder that a report shows."""
-    lines = [line for line in read_metrics(folder) if _is_number(line["step"])]
+    lines = [line for line in read_metrics(folder) if is_number(line["step"])]
     return Run(
         name,
         read_run(folder),
-        steps=[line for line in lines if "loss" in line and (line["loss"] is None or _is_number(line["loss"]))],
-        evaluations=[line for line in lines if _is_number(line.get("eval_loss"))],
-        settings=read_settings(folder / "config.yaml"),
+        steps=[line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))],
+        evaluations=[line for line in lines if is_number(line.get("eval_loss"))],
+        settings=read_settings(folder / CONFIG_FILE),
         summary=read_json(folder / SUMMARY_FILE),
-        environment=read_json(folder / "environment.json"),
-        generations=[row for row in read_metrics(folder, file=GENERATIONS_FILE) if _is_number(row["step"])],
+        environment=read_json(folder / ENVIRONMENT_FILE),
+        generations=[row for row in read_metrics(folder, file=GENERATIONS_FILE) if is_number(row["step"])],
         swept=swept,
     )
 
@@ -133,7 +142,3 @@ def next_commands(run: Run) -> list[str]:
         return [str(command)] if command and run.state.status in ("failed", "interrupted", "stopped") else []
     is_causal = run.settings.get("task.name", "causal_lm") in ("causal_lm", "preference")
     return commands_for(adapter, is_causal, is_random=run.settings.get("model.weights") == "random")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

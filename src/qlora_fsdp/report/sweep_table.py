@@ -11,9 +11,7 @@ from typing import Any
 
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.text import format_table, show_number
-from qlora_fsdp.records.run_state import read_jobs, read_run
-
-SWEEP_FILE = "sweep.json"
+from qlora_fsdp.records.run_state import SWEEP_FILE, read_jobs, read_run
 
 
 def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:

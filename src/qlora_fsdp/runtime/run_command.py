@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from qlora_fsdp.common.errors import (
 )
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
-from qlora_fsdp.common.text import first_line, for_stdout, printable, printable_lines
+from qlora_fsdp.common.text import for_stdout, name_error, printable, printable_lines
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
@@ -41,6 +42,15 @@ log = logging.getLogger("qlora_fsdp")
 NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
 NAME_BASE = ("model=", "model.path=", "--config")
 FIRST_RANK_SECONDS = 3.0  # time for a node's first rank to print what this one would
+
+
+def tell_next(typed: Sequence[str]) -> None:
+    """Names the command that trains with these settings, once a node. It has a model, which its data can do without."""
+    if is_first_rank():
+        may_have_model = any(text.lstrip("+").startswith((*NAME_BASE, "lora.start=", "experiment=")) for text in typed)
+        command = shlex.join([*([] if may_have_model else ["model=NAME"]), *typed])
+        with suppress(BrokenPipeError):
+            print(f"Next: qlora-fsdp train {printable(command)}")
 
 
 def write_out(out: str, text: str) -> None:
@@ -103,13 +113,15 @@ def run_command(
         usage: what --help prints.
         body: the command.
         optional: settings that training needs and this command can do without, e.g. `data.path`.
-        takes_adapter: whether adapter= may name the model in place of model.path.
+        takes_adapter: whether adapter= may name the model in place of model.path. A command that takes none looks at
+            data alone, by the model's tokenizer.
         on_cpu: whether the command leaves GPUs alone.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
     """
-    typed, needs = sys.argv[1:] if argv is None else argv, Needs(optional=tuple(optional))
+    typed = sys.argv[1:] if argv is None else argv
+    needs = Needs(optional=tuple(optional), tokenizer_only=not takes_adapter)
     try:
         settings, config = load_command(typed, kind, usage, uses_default_data=not takes_adapter, needs=needs)
         problems = check_settings(config, needs)
@@ -148,16 +160,13 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cp
     announce(World.from_environment(os.environ).num_ranks)
     with quick_imports():  # torch only from here on
         from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
-        from qlora_fsdp.runtime.processes import start_processes, stop_processes
-        from qlora_fsdp.runtime.watch import Watch
+        from qlora_fsdp.runtime.processes import start_processes
+        from qlora_fsdp.runtime.watch import Watch, ending_together
 
     processes = start_processes(timeout_seconds, use_cpu=on_cpu or None)
-    watch = Watch(processes) if processes.num_ranks > 1 else None
-    try:
+    with ending_together(Watch(processes) if processes.num_ranks > 1 else None):
         try:
             body(processes)
-            if watch is not None:
-                watch.finish()
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
@@ -165,15 +174,6 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cp
                 f"{quote_shortage(error, str(processes.device))}. Start more processes "
                 "(launch.num_processes=2), which share the model, or set a smaller batch or length."
             ) from error
-    except BaseException as error:
-        reason = error if watch is None else watch.explain(error)
-        if reason is error:
-            raise
-        raise reason from error
-    finally:
-        stop_processes()
-        if watch is not None:
-            watch.stop()
 
 
 def show_error(error: UserError) -> None:
@@ -187,7 +187,7 @@ def show_error(error: UserError) -> None:
             time.sleep(FIRST_RANK_SECONDS)
             print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
     if file is not None:
-        message = f"{type(error).__name__}: {printable(first_line(error))}"
+        message = printable(name_error(error))
         more = {"timestamp": int(time.time()), "text": str(error)}
         with suppress(OSError):  # the disk may be full; the error itself has been printed
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))

@@ -21,9 +21,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from qlora_fsdp.runtime.failures import Failure, describe_error, find_interrupte
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
 from qlora_fsdp.runtime.messages import seal, unseal
 from qlora_fsdp.runtime.neighbours import Neighbours
-from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.processes import Processes, stop_processes
 from qlora_fsdp.runtime.signals import StopSignals
 
 POLL_SECONDS = 1.0
@@ -44,6 +44,28 @@ ANSWER_SECONDS = 10.0  # how long other ranks get to tell of their failure, or t
 UNWIND_SECONDS = 5.0  # how long the main thread gets to notice by itself; torchrun kills 30 s after its SIGTERM
 STOP_SECONDS = 5.0  # how long a call to the store gets to return
 CLEAN_UP_SECONDS = 20.0  # how long it then gets to close what is open
+
+
+@contextmanager
+def ending_together(watch: Watch | None) -> Iterator[None]:
+    """A context for all that the ranks do once they have met. At its end they part, and an error on one ends all.
+
+    Args:
+        watch: tells the others of the error, and shows it once; None where no other rank is there to be told.
+    """
+    try:
+        yield
+        if watch is not None:
+            watch.finish()
+    except BaseException as error:
+        reason = error if watch is None else watch.explain(error)
+        if reason is error:
+            raise
+        raise reason from error
+    finally:
+        stop_processes()
+        if watch is not None:
+            watch.stop()
 
 
 class Watch:

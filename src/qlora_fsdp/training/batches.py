@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
-from qlora_fsdp.data.mix import count_tokens
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.split import BatchSplit
 
@@ -48,7 +47,6 @@ class GlobalBatches:
 
     def __init__(self, data: TrainingData, split: BatchSplit, seed: int, rank: int) -> None:
         self.data, self.split, self.seed, self.rank = data, split, seed, rank
-        self._tokens = data.sum_rows(count_tokens(data.rows)) if isinstance(data, Sequences) else None
 
     def of_step(self, step: int) -> GlobalBatch:
         """The global batch of a step; 0 is the first one."""
@@ -58,8 +56,8 @@ class GlobalBatches:
             step=step,
             epoch=num_seen / len(self.data) if isinstance(self.data, Sequences) else None,
             indices=indices,
+            num_tokens=self.data.num_tokens(indices),
             num_targets=self.data.num_target_tokens(indices),
-            num_tokens=int((self.data.lengths_of(indices) if self._tokens is None else self._tokens[indices]).sum()),
             num_micro_batches=self.split.num_micro_batches(len(indices)),
         )
 

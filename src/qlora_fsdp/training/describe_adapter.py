@@ -14,11 +14,10 @@ from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.model.experts import has_experts
-from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, NUM_FINAL, read_metrics
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.train_result import TrainResult
 
-STEPS_AVERAGED = 10  # the loss of a single step is that of a few rows
 SHOWN = (  # settings, where they are not off
     "lora.r",
     "lora.lora_alpha",
@@ -41,7 +40,7 @@ def describe_adapter(
     result: TrainResult,
     folder: Path,
     form: DataFormat | None,
-    is_whole: bool = True,
+    is_whole: bool,
     is_final: bool = True,
 ) -> CardFacts:
     """The facts for the model card as they are now.
@@ -57,7 +56,7 @@ def describe_adapter(
     """
     losses, train_losses = list(result.losses), None
     if losses:
-        num = max(1, min(STEPS_AVERAGED, len(losses) // 2))
+        num = max(1, min(NUM_FINAL, len(losses) // 2))
         has_both = is_whole and len(losses) > 1
         train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
     return CardFacts(

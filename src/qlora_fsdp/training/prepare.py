@@ -25,7 +25,7 @@ from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters.apply import trainable_names
-from qlora_fsdp.model.adapters.saved import SavedAdapter
+from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, share_sequences
 from qlora_fsdp.model.base_files import describe_base, describe_layers
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops

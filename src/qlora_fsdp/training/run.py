@@ -26,13 +26,14 @@ from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
+from qlora_fsdp.records.run_state import REPORT_FILE
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.processes import Processes, start_processes
 from qlora_fsdp.runtime.repeatable import repeatable
-from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.runtime.watch import Watch, ending_together
 from qlora_fsdp.sharding.materialize import materialize
 from qlora_fsdp.training.checkpoints.checkpoint import verify_files
 from qlora_fsdp.training.checkpoints.resume import (
@@ -128,16 +129,9 @@ def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary
     summary = RunSummary(processes.num_ranks)
     watch = Watch(processes, record=summary.failed, kept=partial(describe_kept, config))
     try:
-        yield processes, watch, summary
-        watch.finish()
-    except BaseException as error:
-        reason = watch.explain(error)
-        if reason is error:
-            raise
-        raise reason from error
+        with ending_together(watch):
+            yield processes, watch, summary
     finally:
-        stop_processes()
-        watch.stop()
         close_run_folder()
 
 
@@ -238,7 +232,7 @@ def _write_results(config: Config, folder: Path, summary: RunSummary) -> None:
     """Write what a finished run leaves beside its adapter, say how it ended, and upload the adapter if asked to."""
     summary.write()
     try:
-        write_report([folder], folder / "report.html")
+        write_report([folder], folder / REPORT_FILE)
     except Exception as error:  # a failed report must not fail a run that has finished
         log.warning(f"No report: {error!r}")
     log.info(describe_end(config, folder, summary.figures))

@@ -13,7 +13,7 @@ from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.model.adapters.saved import BASE_FIX, SavedAdapter
+from qlora_fsdp.model.adapters.read import BASE_FIX, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_layers
 from qlora_fsdp.model.run_tokenizer import tokenizer_folder

@@ -12,7 +12,7 @@ from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.model.adapters.model_card import CardFacts
-from qlora_fsdp.model.adapters.save import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import NUM_FINAL
@@ -72,7 +72,10 @@ def train_adapter(
     content = _checkpoint_content(prepared, config, processes, folder, result)
     thread = CheckpointThread(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, journal)
     saver = Saver(thread, watch)
-    bad_steps = _make_bad_steps(prepared, config, folder, journal, saver, result)
+    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
+    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
+    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
+    bad_steps = _make_bad_steps(prepared, config, folder, [line["grad_norm"] for line in before], saver)
     trusted = config.model.trust_remote_code
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = config.training.eval_every_steps
@@ -124,20 +127,14 @@ def _resume(
     return result
 
 
-def _make_bad_steps(
-    prepared: Prepared, config: Config, folder: Path, journal: Journal, saver: Saver, result: TrainResult
-) -> BadSteps:
-    """What judges the steps. It knows the gradient norms of earlier starts' steps, and `result` gets their losses."""
-    processes = saver.processes
+def _make_bad_steps(prepared: Prepared, config: Config, folder: Path, norms: Sequence[float], saver: Saver) -> BadSteps:
+    """What judges the steps. `norms` are the gradient norms of earlier starts' steps."""
 
     def decode(tokens: Sequence[int]) -> str:
         return str(prepared.tokenizer.decode(list(tokens)))
 
-    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
-    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
-    norms = [line["grad_norm"] for line in before]
-    return BadSteps(config.training, folder, prepared.data.train, prepared.split, decode, norms, saver, processes)
+    train = prepared.data.train
+    return BadSteps(config.training, folder, train, prepared.split, decode, norms, saver, saver.processes)
 
 
 def _describe_adapter(

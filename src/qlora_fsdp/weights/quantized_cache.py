@@ -75,19 +75,7 @@ def use_cache(
     layers = [[a.name, a.layer.out_features, a.layer.in_features, _describe(a.layer.format)] for a in chosen]
     identity = json.dumps([CACHE_VERSION, base, str(dtype), device.type, layers])
     entry = find_cache(folder, DEFAULT_FOLDER) / hashlib.sha256(identity.encode()).hexdigest()[:32]
-    error = None
-    if processes.is_local_main:
-        try:
-            # A whole entry is not written again: its folder may be read-only.
-            if writes and (not entry.is_dir() or _find_damage(entry) is not None):
-                open_cache(folder, DEFAULT_FOLDER)
-                with _alone(entry):
-                    _make(entry, folder, chosen, dtype, device)
-            error = None if writes else _why_unusable(entry)
-            if error is None:
-                check_owner(entry, folder)
-        except (OSError, SafetensorError) as failure:
-            error = str(failure)
+    error = _prepare(entry, folder, chosen, dtype, device, writes) if processes.is_local_main else None
     error = processes.first_error(error)
     if error is not None:
         log.warning(
@@ -105,11 +93,28 @@ def use_cache(
     return [found[a.name].assignment or a if a.name in found else a for a in assignments]
 
 
-def _why_unusable(entry: Path) -> str | None:
-    """Why an entry that is only to be read can't be; None if it can."""
-    if not entry.is_dir():
-        return f"training with these settings has not written {entry.name} there"
-    return _find_damage(entry)
+def _prepare(
+    entry: Path,
+    typed: str | None,
+    chosen: Sequence[Assignment],
+    dtype: torch.dtype,
+    device: torch.device,
+    writes: bool,
+) -> str | None:
+    """Write an entry that is missing or damaged, if it may be written. Returns why it can't be used, None if it can."""
+    missing = f"training with these settings has not written {entry.name} there"
+    try:
+        problem = _find_damage(entry) if entry.is_dir() else missing
+        if problem is not None:  # a whole entry is not written again: its folder may be read-only
+            if not writes:
+                return problem
+            open_cache(typed, DEFAULT_FOLDER)
+            with _alone(entry):
+                _make(entry, typed, chosen, dtype, device)
+        check_owner(entry, typed)
+    except (OSError, SafetensorError) as failure:
+        return str(failure)
+    return None
 
 
 @contextmanager

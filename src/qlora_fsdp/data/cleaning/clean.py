@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import DataConfig
-from qlora_fsdp.data.answers import JudgedRows
 from qlora_fsdp.data.cleaning.near_duplicates import find_near_duplicates
 from qlora_fsdp.data.cleaning.row_hashes import Hashes, hash_rows
 from qlora_fsdp.data.counts import NUM_EXAMPLES, Cleaning
-from qlora_fsdp.data.mix import MixedRows
 from qlora_fsdp.data.sequences import Indices, Rows
 
 
@@ -55,10 +53,11 @@ def clean_rows(rows: Rows, parts: list[Indices], names: list[str], data: DataCon
             cleanings.append(Cleaning(what, hint, int(which.sum()), examples, leaves_out))
             ids = ids[~which] if leaves_out else ids
 
+    longest = rows.part_lengths.max(1)  # of a pair, its longer answer
     if data.min_tokens is not None:
-        found(_lengths(rows)[ids] < data.min_tokens, "too short", f"data.min_tokens={data.min_tokens}")
+        found(longest[ids] < data.min_tokens, "too short", f"data.min_tokens={data.min_tokens}")
     if data.max_tokens is not None:
-        found(_lengths(rows)[ids] > data.max_tokens, "too long", f"data.max_tokens={data.max_tokens}")
+        found(longest[ids] > data.max_tokens, "too long", f"data.max_tokens={data.max_tokens}")
     hint = "data.deduplicate=false keeps them" if data.deduplicate else "data.deduplicate=true leaves them out"
     found(_repeats(hashes[ids]), "the same as an earlier one", hint, data.deduplicate)
     if data.near_duplicates is not None:
@@ -108,13 +107,6 @@ def compare_with_held_out(
                 " other evaluation data, or data.decontaminate=false."
             )
     return kept, (Cleaning(what, "data.decontaminate=true", len(leaked), examples),)
-
-
-def _lengths(rows: Rows) -> NDArray[np.int64]:
-    """The tokens of each row, of a pair those of the longer answer; `Rows` has the room that a row takes."""
-    if isinstance(rows, MixedRows):
-        return np.concatenate([_lengths(part) for part in rows.parts])
-    return rows.parts.lengths if isinstance(rows, JudgedRows) else rows.longest_parts
 
 
 def _repeats(hashes: Hashes) -> NDArray[np.bool_]:

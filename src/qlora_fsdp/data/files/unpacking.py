@@ -36,7 +36,7 @@ class Unpacking:
         self._num_packed: Callable[[], int] | None = None  # bytes of the file so far; None: nothing has a limit
 
     def open(self, packed: IO[bytes], decompress: Callable[[IO[bytes]], IO[bytes]] | None) -> IO[bytes]:
-        """A stream of what `stream` unpacks to. Reading it raises DataError once it is too much."""
+        """A stream of what `packed` unpacks to. Reading it raises DataError once it is too much."""
         self._num_packed = packed.tell
         return packed if decompress is None else io.BufferedReader(_Counted(decompress(packed), self), BUFFER_BYTES)
 

@@ -28,7 +28,7 @@ from qlora_fsdp.common.files import create, remove, replacing
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.data.files.position import Position
-from qlora_fsdp.data.streams.share import Problem, Share, ShareTable
+from qlora_fsdp.data.streams.share import PlacedProblem, Share, ShareTable
 from qlora_fsdp.data.streams.windows import Place
 from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.records.run_state import WINDOWS_FOLDER, checkpoint_folders, step_of
@@ -154,7 +154,7 @@ def _parse(content: bytes, key: str, place: Place) -> tuple[Share, list[Position
     num_targets = np.add.reduceat(tokens < 0, starts, dtype=np.int32)
     largest = int(np.where(tokens < 0, ~tokens, tokens).max())
     problems = [
-        Problem(int(row), printable(where), printable(kind), printable(detail), bool(is_kept))
+        PlacedProblem(int(row), printable(where), printable(kind), printable(detail), bool(is_kept))
         for row, where, kind, detail, is_kept in about["problems"]
     ]
     ends = [Position.from_json(end) for end in about["ends"]]

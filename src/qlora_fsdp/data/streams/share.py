@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
 from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
 from qlora_fsdp.data.shards import ROWS_A_BATCH
 from qlora_fsdp.data.tokenize import Columns, Mask, Tokens
+from qlora_fsdp.data.tokenized_rows import TokenizedRows, check_targets
 from qlora_fsdp.data.workers import MapBatches
 
 IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and the row
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacedProblem:
     """What is wrong with a raw row: its number in the window, and what `counts.ProblemCounter.add` takes."""
 
     row: int
@@ -47,7 +47,7 @@ class ShareTable:
     raw_rows: Indices
     lengths: NDArray[np.int64]
     num_targets: NDArray[np.int32]
-    problems: tuple[Problem, ...]
+    problems: tuple[PlacedProblem, ...]
     max_token_id: int
     unlearnable: str
 
@@ -69,12 +69,12 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
         {"place": [number for number, _ in part], "row": [row for _, (_, row) in part]} for part in parts
     )
     found: list[tuple[int, Tokens, Mask]] = []
-    problems: list[Problem] = []
+    problems: list[PlacedProblem] = []
     for out in map_batches(batches):
         columns = ("place", "problem", "detail", "tokens", "is_target")
         for number, kind, detail, tokens, is_target in zip(*(out[column] for column in columns), strict=True):
             if kind:
-                problems.append(Problem(number, places[number], kind, detail, len(tokens) > 0))
+                problems.append(PlacedProblem(number, places[number], kind, detail, len(tokens) > 0))
             if len(tokens):
                 found.append((number, tokens, is_target))
     lengths = np.array([len(tokens) for _, tokens, _ in found], dtype=np.int64)

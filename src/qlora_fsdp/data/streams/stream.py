@@ -97,6 +97,10 @@ class StreamedSequences:
         found = [self._find(int(index)) for index in indices]
         return np.array([sequences.lengths[local] for sequences, local in found], dtype=np.int64)
 
+    def num_tokens(self, indices: Indices) -> int:
+        """Tokens of these sequences."""
+        return int(self.lengths_of(indices).sum())
+
     def num_target_tokens(self, indices: Indices) -> int:
         """Positions with a target in these sequences."""
         found = [self._find(int(index)) for index in indices]

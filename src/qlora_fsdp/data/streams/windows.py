@@ -86,8 +86,8 @@ class WindowRows:
     key = ""
 
     @property
-    def longest_parts(self) -> NDArray[np.int64]:
-        return self.lengths
+    def part_lengths(self) -> NDArray[np.int64]:
+        return self.lengths[:, None]
 
     @property
     def labels(self) -> NDArray[np.float32]:

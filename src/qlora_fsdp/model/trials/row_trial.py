@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from qlora_fsdp.common.text import name_error
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.liger import stock_models
@@ -85,7 +87,7 @@ class RowTrial:
                 self.alone = _compute_alone(self.model, self.rows, linears)
                 self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
-                self.error = f"a small model of its kind, to try it with, fails ({_first_line(error)})"
+                self.error = f"a small model of its kind, to try it with, fails ({name_error(error)})"
 
     def why_not_packed(self, attention: str) -> str | None:
         """Why packed rows are not what they are alone, with an implementation of attention that runs anywhere."""
@@ -104,7 +106,7 @@ class RowTrial:
             packed = _compute_packed(model, self.rows, length)
             changed = _compute_packed(model, _change(self.rows), length)
         except Exception as error:
-            return f"{rows} rows can't be computed ({_first_line(error)})"
+            return f"{rows} rows can't be computed ({name_error(error)})"
         others = [row for row in range(len(self.rows)) if row not in CHANGED]
         is_gpu = self.device.type != "cpu"
         for what, tolerance, before, after, alone in (
@@ -142,12 +144,10 @@ class RowTrial:
         row, logits = self.rows[1].to(self.device), self.alone.logits[1]
         with _stock(), torch.no_grad():
             try:
-                return HeadTrial(self.model, self.config, row, logits, self._build_from, _are_apart).transform()
+                build = partial(self._build, "eager")
+                return HeadTrial(self.model, self.config, row, logits, build, _are_apart).transform()
             except Exception:  # no such parts, or parts that want to be called in another way
                 return None
-
-    def _build_from(self, config: PretrainedConfig) -> PreTrainedModel:
-        return self._build("eager", config)
 
     def _build(self, attention: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
         """A small model in training mode, with random weights that are so large that whatever is mixed shows."""
@@ -262,11 +262,6 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def _are_apart(found: Tensor, expected: Tensor) -> bool:
     return not _difference([found], [expected]) <= LOGITS_TOLERANCE
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager

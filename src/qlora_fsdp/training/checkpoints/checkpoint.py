@@ -14,11 +14,11 @@ all follow from the step. Reading these files executes nothing: they are JSON an
 The life of a checkpoint, and the function of each step:
 
 1. The loop asks whether a checkpoint is due, and has it written: `saver.Saver.is_due`, `after_step`.
-2. Training waits while each rank copies what it will write to host memory: `checkpoint_write.HostCopy.take`.
+2. Training waits while each rank copies what it will write to host memory: `write.HostCopy.take`.
 3. Training continues, and a thread on each rank (`thread.CheckpointThread`) writes that copy:
-   `checkpoint_write.write_checkpoint`. All files go to a folder with a temporary name (`temporary_name`). Each rank
-   writes its own file (`_write_own_file`); then rank 0 writes the index, the adapter and last the manifest, and renames
-   the folder (`_complete`). A folder named `step-...` is therefore always whole.
+   `write.write_checkpoint`. All files go to a folder with a temporary name (`temporary_name`). Each rank writes its own
+   file (`_write_own_file`); then rank 0 writes the index, the adapter and last the manifest, and renames the folder
+   (`_complete`). A folder named `step-...` is therefore always whole.
 4. Rank 0 removes checkpoints that are not to be kept, each of which it renames first: `remove_checkpoints`.
 5. A run that starts finds the checkpoint that it has to resume from, and compares its settings, data and base model
    with that checkpoint's: `resume.find_checkpoint`, `check_changes`, `check_data`, `check_base`.
@@ -46,7 +46,7 @@ from qlora_fsdp.common.files import digest_stream, remove
 from qlora_fsdp.common.foreign_files import open_regular, read_small
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.records.ownership import is_checkpoint
-from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.records.run_state import MANIFEST, checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
@@ -64,7 +64,6 @@ from qlora_fsdp.training.checkpoints.saved_tensors import (
 from qlora_fsdp.training.optim import LocalAdamW8bit, new_state
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
-MANIFEST = "manifest.json"
 MAX_COUNT = 2**31 - 1  # steps or ranks
 MAX_DEPTH = 32  # of the lists and dicts in a manifest
 TEMPORARY_NAME = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.tmp")  # as `temporary_name` makes it

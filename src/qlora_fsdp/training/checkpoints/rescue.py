@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from qlora_fsdp.common.disk import find_room, write_elsewhere
-from qlora_fsdp.model.adapters.save import gather_trainable
+from qlora_fsdp.model.adapters.write import gather_trainable
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoints.write import WriteAdapter

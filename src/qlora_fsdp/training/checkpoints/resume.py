@@ -14,11 +14,10 @@ from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
-from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, step_of
+from qlora_fsdp.records.run_state import ATTEMPT, MANIFEST, checkpoint_folders, describe_attempt, step_of
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
 from qlora_fsdp.training.checkpoints.checkpoint import (
     ANEW,
-    MANIFEST,
     Checkpoint,
     read_manifest,
     remove_checkpoints,

@@ -24,10 +24,10 @@ from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.sizes import SLAB_BYTES, round_up
 from qlora_fsdp.records.record_files import check_own
+from qlora_fsdp.records.run_state import MANIFEST
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor, replica_of
 from qlora_fsdp.training.checkpoints.checkpoint import (
-    MANIFEST,
     Checkpoint,
     digest_manifest,
     temporary_name,

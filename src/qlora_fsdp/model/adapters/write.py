@@ -24,7 +24,7 @@ from qlora_fsdp.common.hub_names import LOCAL_BASE
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, SETTINGS_FILE
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.model_card import CardFacts, make_card
-from qlora_fsdp.model.adapters.saved import adapter_parameters
+from qlora_fsdp.model.adapters.read import adapter_parameters
 from qlora_fsdp.model.adapters.usage import describe_usage, is_classifier
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing
