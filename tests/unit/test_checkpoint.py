@@ -309,7 +309,9 @@ def test_what_changes_the_saved_tensors_can_not_be_allowed(change: str, was: str
 def test_other_sequences_of_the_same_rows_are_no_other_data():
     checkpoint = Checkpoint(Path("c"), 5, 1, {"training.packing": "auto"}, {"num_sequences": 45, "num_tokens": 9})
     data: Any = SimpleNamespace(describe=lambda: {"num_sequences": 300, "num_tokens": 9})
-    with pytest.raises(ResumeError, match=r"training\.packing=false was auto when c was written, and puts the rows"):
+    with pytest.raises(
+        ResumeError, match=r"training\.packing=false was auto when c was written: the rows are in other"
+    ):
         check_data(checkpoint, data, config("training.packing=false"))
     check_data(checkpoint, data, config("training.packing=false", "checkpoint.allow_changes=[training.packing]"))
     with pytest.raises(ResumeError, match="is not the data that c was trained on: num_sequences is 300, was 45"):

@@ -151,9 +151,7 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
         return
     was = checkpoint.settings.get(PACKING)
     if was is not None and was != config.training.packing:
-        reason = (
-            f"was {printable(show('', was)[1:])} when {checkpoint.folder} was written, and puts the rows into other"
-        )
+        reason = f"was {printable(show('', was)[1:])} when {checkpoint.folder} was written: the rows are in other"
         fix = f"Set {PACKING} to that, or set checkpoint.allow_changes=[{PACKING}]. Or set {ANEW}"
         raise ResumeError(f"{show(PACKING, config.training.packing)} {reason} sequences. {fix}")
     counts = ", ".join(f"{name} is {found[name]}, was {printable(str(checkpoint.data.get(name)))}" for name in found)
