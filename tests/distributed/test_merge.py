@@ -102,10 +102,14 @@ def test_merged_logits_are_those_of_base_and_adapter(adapters, bases, tmp_path: 
         ("llama", {"target_modules": ["q_proj", "lm_head"]}),
         ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
         ("qwen2", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+        ("llama", {"trainable_token_indices": {"lm_head": [9, 3, 5], "embed_tokens": [3, 5, 9]}}),
     ],
 )
 def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: Path, family, chosen):
-    """Beside an adapter of the head PEFT saves the base's head, and of a tied table that is trained the other one."""
+    """Beside an adapter of the head PEFT saves the base's head, and of a tied table that is trained the other one.
+
+    Rows of tokens are in the order in which their maker named these.
+    """
     torch.manual_seed(0)
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | chosen)
     model = peft.get_peft_model(load_stock(bases[family], QuantConfig(load_in_4bit=False)), config)

@@ -103,6 +103,14 @@ def test_the_index_says_which_of_two_files_is_meant(model: Path):
     assert read_headers(model)[key].file.name == name
 
 
+def test_an_index_that_an_older_model_left_behind_does_not_count(model: Path, single: Path):
+    """transformers' save_pretrained removes the files that the index names, but not the index."""
+    for file in model.glob("model-*.safetensors"):
+        file.unlink()
+    shutil.copy(single / SINGLE_NAME, model)
+    assert {stored.file for stored in read_headers(model).values()} == {model / SINGLE_NAME}
+
+
 def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from qlora_fsdp.training.checkpoints.resume import (
     begin_attempt,
     check_base,
     check_changes,
+    check_data,
     choices_of,
     find_checkpoint,
     settings_of,
@@ -279,7 +282,12 @@ def test_harmful_changes_are_refused_unless_allowed(change: str, was: str):
 
 @pytest.mark.parametrize(
     ("change", "was"),
-    [("lora.r=8", "16"), ("lora.target_modules=[q_proj]", "all-linear"), ("optim=adamw_8bit", "adamw")],
+    [
+        ("lora.r=8", "16"),
+        ("lora.target_modules=[q_proj]", "all-linear"),
+        ("optim=adamw_8bit", "adamw"),
+        ("tokenizer.add_tokens=[a]", "[]"),
+    ],
 )
 def test_what_changes_the_saved_tensors_can_not_be_allowed(change: str, was: str):
     key = {"optim": "optim.name"}.get(change.split("=")[0], change.split("=")[0])
@@ -289,6 +297,18 @@ def test_what_changes_the_saved_tensors_can_not_be_allowed(change: str, was: str
         (problem,) = raised.value.problems
         assert "fits nothing else" in problem.reason
         assert problem.fix == f"Set {key}={was}, or checkpoint.resume=none to start anew."
+
+
+def test_other_sequences_of_the_same_rows_are_no_other_data():
+    checkpoint = Checkpoint(Path("c"), 5, 1, {"training.packing": "auto"}, {"num_sequences": 45, "num_tokens": 9})
+    data: Any = SimpleNamespace(describe=lambda: {"num_sequences": 300, "num_tokens": 9})
+    with pytest.raises(
+        ResumeError, match=r"training\.packing=false was auto when c was written: the rows are in other"
+    ):
+        check_data(checkpoint, data, config("training.packing=false"))
+    check_data(checkpoint, data, config("training.packing=false", "checkpoint.allow_changes=[training.packing]"))
+    with pytest.raises(ResumeError, match="is not the data that c was trained on: num_sequences is 300, was 45"):
+        check_data(checkpoint, data, config())
 
 
 def test_other_base_under_the_same_path_is_refused(tmp_path: Path):

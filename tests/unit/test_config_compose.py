@@ -173,6 +173,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("fsdp.sharding_strategy=full_shard", "Set fsdp.sharding_strategy=FULL_SHARD."),
         ("quant=nf5", "is no option of quant: it has fp4, int8, nf4, none. Did you mean quant=nf4?"),
         ("model=llama3-7b", "Did you mean model=llama3-70b?"),
+        ("model=qwen2.5-7b", "Did you mean model=qwen2.5-7b-base or model=qwen2.5-7b-instruct?"),
         ("quant={load_in_4bit: true}", "is no option of quant"),
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
         ("lora.rank_pattern={a", "can't be read."),

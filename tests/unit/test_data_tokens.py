@@ -362,3 +362,13 @@ def test_targets_are_the_tokens_that_overlap_a_span(kind: str):
         encoding = backend.encode(text, add_special_tokens=False)
         expected = [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
         assert find_targets(encoding, spans).tolist() == expected, (text, spans)
+
+
+def test_columns_that_are_null_do_not_say_which_form_a_row_has():
+    """As in a table that was joined of chats, completions and texts."""
+    rows = [{"messages": CHAT}, {"prompt": "a ", "completion": "b"}, {"text": "abc"}]
+    none = dict.fromkeys(("messages", "prompt", "completion", "text"))
+    settings = {"tokenizer": make_tokenizer(PLAIN_TEMPLATE)}
+    assert tokenize(*(none | row for row in rows), **settings) == tokenize(*rows, **settings)
+    [(problem, tokens, _)] = tokenize(none | {"completion": "b"})
+    assert problem == "wrong types" and not len(tokens)

@@ -54,6 +54,7 @@ def prepare(
         (MULTI, ["1", "0"], [[0, 1], [], [1]], [[1, 1], [0, 0], [1, 0]]),  # names
         (SINGLE, ["no", "yes"], ["1", 1.0, "no"], [[1], [1], [0]]),  # as CSV and pandas have them
         (SINGLE, ["3", "2", "1"], [1, "2", 3.0], [[2], [1], [0]]),  # a name before an index
+        (SINGLE, ["false", "true"], [True, False, "true"], [[1], [0], [1]]),
         (REGRESSION, None, [1.5, [2], -3], [[1.5], [2], [-3]]),
         (REGRESSION, None, ["1.5", " 2", "-3e0"], [[1.5], [2], [-3]]),
         (REGRESSION, ["x", "y"], [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 4], [5, 6]]),

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.model.adapters.saved import TOKEN_ROWS, SavedAdapter
 from qlora_fsdp.records.run_state import ATTEMPT, START_FOLDER, describe_attempt
 from qlora_fsdp.records.start_folder import find_start, is_restart, keep_start
 
@@ -209,3 +210,14 @@ def test_the_copy_replaces_an_earlier_one_and_nothing_else(adapter: Path, tmp_pa
     assert json.loads((run / START_FOLDER / "adapter_config.json").read_text())["r"] == 8
     assert [path.name for path in run.iterdir()] == [START_FOLDER]
     keep_start(run / START_FOLDER, run)  # as a run does that resumes
+
+
+def test_tables_with_rows_for_other_tokens_each_are_refused(tmp_path: Path) -> None:
+    """Both tables have as many rows, so their shapes alone would fit."""
+    tokens = {"embed_tokens": [5, 9], "lm_head": [5, 7]}
+    folder = write_adapter(tmp_path / "adapter", trainable_token_indices=tokens)
+    tables = ("base_model.model.model.embed_tokens", "base_model.model.lm_head")
+    rows = {f"{table}.{TOKEN_ROWS}": np.zeros((2, 8), np.float32) for table in tables}
+    save_file(rows, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="other tokens of the head than of the embeddings"):
+        SavedAdapter(folder).read_tokens()

@@ -93,8 +93,10 @@ def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
     """Returns the fix for an option that a group does not have."""
     typed = str(option).lower()
     meant = OTHER_NAMES.get(group, {}).get(typed)
-    nearest = [meant] if meant else difflib.get_close_matches(typed, options, n=1, cutoff=0.5)
-    return f"Did you mean {group}={nearest[0]}?" if nearest else f"Set {group} to one of these."
+    longer = [name for name in options if name.startswith(f"{typed}-")]  # such as -base and -instruct of a model
+    nearest = [meant] if meant else longer[:2] or difflib.get_close_matches(typed, options, n=1, cutoff=0.5)
+    names = " or ".join(f"{group}={name}" for name in nearest)
+    return f"Did you mean {names}?" if nearest else f"Set {group} to one of these."
 
 
 def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:

@@ -150,7 +150,7 @@ def _read_numbers(key: str, value: Any, wanted: int) -> list[float]:
     finite = [number for number in numbers if number is not None]
     if not len(numbers) == len(finite) == wanted:
         needed = "a finite number" if wanted == 1 else f"{wanted} finite numbers"
-        raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not {needed}")
+        raise BadRow(WRONG_LABEL, f"{key} is {shorten(repr(value))}, not {needed}")
     return finite
 
 
@@ -259,8 +259,15 @@ def _may_be_flags(value: list[Any], names: list[str]) -> bool:
 
 
 def _index(value: Any, names: list[str]) -> int:
-    """The index of a label that a row gives by its name, or by its index unless names are numbers. CSV has text."""
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    """The index of a label that a row gives by its name, or by its index unless names are numbers. CSV has text.
+
+    True and false are names too, as task.labels=[false,true] has them.
+    """
+    if isinstance(value, bool):
+        for name in (str(value).lower(), str(value)):
+            if name in names:
+                return names.index(name)
+    elif isinstance(value, (str, int, float)):
         whole = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         for name in (str(value), whole):
             if name in names:

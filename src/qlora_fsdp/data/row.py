@@ -103,10 +103,14 @@ def check_row(
 
 
 def _detect(row: dict[str, Any], found: dict[str, Any], columns: Mapping[str, str]) -> DataFormat:
-    """The form of a row, of which `found` is as it is in the data."""
-    for form, keys in REQUIRED_KEYS.items():
-        if all(key in row for key in keys):
-            return form
+    """The form of a row, of which `found` is as it is in the data.
+
+    A table that was joined of several has the columns of all their forms, null where a row is of another one.
+    """
+    for there in ([key for key, value in row.items() if value is not None], list(row)):
+        for form, keys in REQUIRED_KEYS.items():
+            if all(key in there for key in keys):
+                return form
     raise BadRow(WRONG_KEYS, explain_keys(found, (), columns))
 
 

@@ -12,10 +12,11 @@ from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.adapters.saved import TOKEN_ROWS, tokens_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Change:
         num_experts: experts whose weights are the parameter, [E, rows, columns], each with matrices of its own; 1 for
             a linear layer.
         is_transposed: an expert's rows are its inputs, not its outputs.
-        token_ids: the tokens that the `rows` belong to.
+        token_ids: the tokens that the `rows` belong to, in the order of these.
     """
 
     file: Path
@@ -64,6 +65,7 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     token_rows: dict[nn.Module, Change] = {}  # one entry for two tables that are tied
     file = adapter / ADAPTER_WEIGHTS
+    tokens = read_adapter_config(adapter, "adapter").get("trainable_token_indices")
     with safe_open(file, "pt") as tensors:
         stored = {key.removeprefix("base_model.model."): key for key in tensors.keys()}  # noqa: SIM118
     for name, module in model.named_modules():
@@ -83,7 +85,7 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
         elif isinstance(module, TrainableTokensWrapper):
             layer = module.token_adapter
             if layer.tied_adapter is None:
-                rows = {"rows": stored[f"{name}.token_adapter.trainable_tokens_delta"]}
-                token_rows[layer] = Change(file, rows, token_ids=layer.token_indices[ADAPTER])
+                key = stored[f"{name}.{TOKEN_ROWS}"]
+                token_rows[layer] = Change(file, {"rows": key}, token_ids=tokens_of_rows(tokens, key))
             changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
     return changes

@@ -62,22 +62,23 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the model files in `folder`: one safetensors file, or several with an index.
+    """All tensors of the model files in `folder`: one safetensors file, or else several with an index.
+
+    Where there are both, the one file counts, as in transformers, which leaves an older model's index beside it.
 
     Raises:
         CheckpointError: there are no safetensors files, a file of the index is missing, or files are cut short or
             damaged; all of them are listed.
     """
-    weight_map: dict[str, str] = {}
-    if (folder / INDEX_NAME).is_file():
-        weight_map = _read_index(folder / INDEX_NAME)
-    elif not (folder / SINGLE_NAME).is_file():
+    is_single = (folder / SINGLE_NAME).is_file()
+    if not is_single and not (folder / INDEX_NAME).is_file():
         others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pth"))
         hint = f" It has {', '.join(others[:3])}: convert these to safetensors." if others else ""
         raise CheckpointError(
             f"model.path={folder} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint} Set model.path to a folder with "
             "safetensors files, or model.weights=random for a dry run."
         )
+    weight_map = {} if is_single else _read_index(folder / INDEX_NAME)
     tensors: dict[str, StoredTensor] = {}
     problems = []
     for name in sorted(set(weight_map.values())) or [SINGLE_NAME]:

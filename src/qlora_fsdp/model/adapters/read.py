@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import peft
 import torch
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -54,21 +55,27 @@ class SavedAdapter:
         """The tokens that the adapter has rows for.
 
         Raises:
-            AdapterError: what names the tokens is no list of ids, or the adapter's file has another number of rows.
+            AdapterError: what names the tokens is no list of ids, the adapter's file has another number of rows, or its
+                tables have rows for other tokens each.
         """
         saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
         if not saved:
             return AddedTokens()
-        ids = next(iter(saved.values())) if isinstance(saved, dict) else saved
         shapes = read_shapes(self.folder, str(self))
-        stored = {shape[0] for key, shape in shapes.items() if key.endswith(TOKEN_ROWS) and shape}
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids) or stored != {len(ids)}:
+        rows = {key: shape[0] for key, shape in shapes.items() if key.endswith(TOKEN_ROWS) and shape}
+        ids = [tokens_of_rows(saved, key) for key in rows]
+        if not rows or not all(map(_are_tokens, ids)) or [len(tokens) for tokens in ids] != list(rows.values()):
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
                 "for. Copy it again."
             )
+        if any(set(tokens) != set(ids[0]) for tokens in ids):
+            raise AdapterError(
+                f"{self}: trainable_token_indices in adapter_config.json are other tokens of the head than of the "
+                f"embeddings, which is not here. Set {self.setting} to an adapter that trains the same tokens of both."
+            )
         has_two = isinstance(saved, dict) and len(saved) > 1
-        return AddedTokens(frozenset(ids), vocab_size=max(ids) + 1, with_head=has_two)
+        return AddedTokens(frozenset(ids[0]), vocab_size=max(ids[0]) + 1, with_head=has_two)
 
     def check(self, model: peft.PeftModel, may_lack: Collection[str] = (), fix: str = BASE_FIX) -> None:
         """Compare the adapter with the model, which may be on meta, before anything large is read.
@@ -128,10 +135,34 @@ class SavedAdapter:
         """
         with safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as file:
             stored = set(file.keys())
+            saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
             for key, param in adapter_parameters(model).items():
-                if key in stored:
-                    first, last = local_rows(param)
-                    local_tensor(param).copy_(file.get_slice(key)[first:last])
+                if key not in stored:
+                    continue
+                first, last = local_rows(param)
+                if key.endswith(TOKEN_ROWS):  # ours are by ascending token id, the file's as its maker named them
+                    order = np.argsort(tokens_of_rows(saved, key))
+                    values = file.get_tensor(key)[order[first:last]]
+                else:
+                    values = file.get_slice(key)[first:last]
+                local_tensor(param).copy_(values)
+
+
+def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
+    """The tokens of the trained rows that an adapter's file has under `key`, in the order of the rows there.
+
+    Args:
+        trainable_token_indices: as adapter_config.json has them: tokens, or tokens by the name of their table.
+        key: of the rows, which begins with the name of their table.
+    """
+    if not isinstance(trainable_token_indices, dict):
+        return cast(list[int], trainable_token_indices)
+    table = key.removesuffix(f".{TOKEN_ROWS}")
+    return next((tokens for name, tokens in trainable_token_indices.items() if table.endswith(name)), [])
+
+
+def _are_tokens(ids: Any) -> bool:
+    return isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**31 for i in ids) and len(set(ids)) == len(ids)
 
 
 def adapter_parameters(model: peft.PeftModel) -> dict[str, Tensor]:

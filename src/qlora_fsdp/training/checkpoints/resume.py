@@ -32,7 +32,9 @@ NEWEST = ("true", "yes", "last", "latest", "newest")  # so other trainers call i
 FIXED = (
     *("lora.r", "lora.rank_pattern", "lora.target_modules", "lora.exclude_modules", "lora.experts"),
     *("lora.modules_to_save", "lora.use_dora", "optim.name"),
+    *("tokenizer.add_tokens", "tokenizer.add_special_tokens"),
 )
+PACKING = "training.packing"
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
@@ -144,14 +146,18 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
     """
     found = data.describe()
     is_allowed = any(key.startswith(("data.", "training.")) for key in config.checkpoint.allow_changes)
-    if found != checkpoint.data and not is_allowed:
-        counts = ", ".join(
-            f"{name} is {found[name]}, was {printable(str(checkpoint.data.get(name)))}" for name in found
-        )
-        raise ResumeError(
-            f"{show('data.path', config.data.path)} is not the data that {checkpoint.folder} was trained on: {counts}. "
-            f"Bring the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
-        )
+    if found == checkpoint.data or is_allowed:
+        return
+    was = checkpoint.settings.get(PACKING)
+    if was is not None and was != config.training.packing:
+        reason = f"was {printable(show('', was)[1:])} when {checkpoint.folder} was written: the rows are in other"
+        fix = f"Set {PACKING} to that, or set checkpoint.allow_changes=[{PACKING}]. Or set {ANEW}"
+        raise ResumeError(f"{show(PACKING, config.training.packing)} {reason} sequences. {fix}")
+    counts = ", ".join(f"{name} is {found[name]}, was {printable(str(checkpoint.data.get(name)))}" for name in found)
+    raise ResumeError(
+        f"{show('data.path', config.data.path)} is not the data that {checkpoint.folder} was trained on: {counts}. "
+        f"Bring the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
+    )
 
 
 def check_step(checkpoint: Checkpoint, num_steps: int) -> None:
