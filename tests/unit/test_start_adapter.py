@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.model.adapters.saved import TOKEN_ROWS, SavedAdapter
+from qlora_fsdp.model.adapters.read import TOKEN_ROWS, SavedAdapter
 from qlora_fsdp.records.run_state import ATTEMPT, START_FOLDER, describe_attempt
 from qlora_fsdp.records.start_folder import find_start, is_restart, keep_start
 

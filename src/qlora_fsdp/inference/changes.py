@@ -16,7 +16,7 @@ from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_confi
 from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters.saved import TOKEN_ROWS, tokens_of_rows
+from qlora_fsdp.model.adapters.read import TOKEN_ROWS, tokens_of_rows
 
 
 @dataclass(frozen=True, eq=False)
