@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.config.schema import MixUntil
 from qlora_fsdp.data.answers import Judged, JudgedRows, Paired
+from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
 
@@ -85,6 +86,15 @@ def count_tokens(rows: Rows) -> NDArray[np.int64]:
     if isinstance(rows, MixedRows):
         return np.concatenate([count_tokens(part) for part in rows.parts])
     return rows.parts.lengths if isinstance(rows, JudgedRows) else rows.lengths
+
+
+def texts_of(rows: Rows) -> Indices:
+    """A number for each row, which the pieces of one text share; rows of one data set are in the order of these."""
+    if isinstance(rows, MixedRows):
+        return np.concatenate([texts_of(part) for part in rows.parts])
+    if isinstance(rows, TokenizedRows) and rows.whole_ends is not None:
+        return rows.whole_ends
+    return np.arange(len(rows.lengths))
 
 
 def count_rows(
