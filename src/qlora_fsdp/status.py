@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from qlora_fsdp.common.errors import LaunchError, UserError, print_error
@@ -23,6 +22,8 @@ from qlora_fsdp.records.run_state import (
     slurm_queue,
     step_of,
 )
+
+SLURM_SECONDS = 5.0  # somebody waits for the table, and SLURM has only one column of it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,12 +49,14 @@ def show_status(folders: Sequence[Path]) -> str:
     found = list(dict.fromkeys(run for folder in folders for run in [*find_runs(folder), *_planned(folder)]))
     if not found:
         raise LaunchError(f"No run is in {', '.join(map(str, folders))}. Name a run.folder, or a folder above some.")
-    root, queue = Path(os.path.commonpath(folders)), dict[str, str]()
-    with suppress(LaunchError):  # the folders can be read whether SLURM answers or not
-        queue = slurm_queue()
-    rows, reasons = [], []
+    root, queue, rows, reasons = Path(os.path.commonpath(folders)), dict[str, str](), [], []
+    job_ids = {run: read_job_id(run) for run in found}
+    try:
+        queue = slurm_queue(seconds=SLURM_SECONDS) if any(job_ids.values()) else {}
+    except LaunchError as error:  # the folders can be read whether SLURM answers or not
+        reasons.append(f"Which jobs wait in SLURM's queue is not known. {error}")
     for run in found:
-        state, job_id, name = read_run(run), read_job_id(run), _name(run, root)
+        state, job_id, name = read_run(run), job_ids[run], _name(run, root)
         status = _in_queue(queue.get(job_id, ""), state.status)
         rows.append(_row(name, state, status or _told(state), job_id))
         reason = None if status else state.error or _reason(state)

@@ -197,7 +197,7 @@ def ended(
         "SIGTERM in an evaluation": lambda: interrupt_rank(fork("7", *EVALUATING, num_ranks=1), 0, signal.SIGTERM, 3),
         "rank 1 has no model": lambda: end(fork("3", own_model("none"), *data)),
         "rank 1 has half a model": lambda: end(fork("8", own_model("half"), *data)),
-        "disk full": lambda: end(fork("9", *short, num_ranks=1, preexec=limit_files)),
+        "disk full": lambda: end(fork("9", *short, num_ranks=1, preexec=partial(at_stage, "forward", 1, limit_files))),
     }
     for number, case in enumerate(FROZEN):
         forked[f"frozen: {case}"] = partial(freeze, folder / f"frozen-{number}", case)

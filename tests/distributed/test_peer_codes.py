@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[list[str], int, int]] = {
 @pytest.fixture(scope="module")
 def argv(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     model = make_layers(tmp_path_factory.mktemp("model"), num_layers=4)
-    own = ["training.max_steps=3", "data.eval_fraction=0.1", "training.eval_every_steps=1"]
+    own = ["training.max_steps=3", "data.eval_fraction=0.02", "training.eval_every_steps=1"]
     return lambda *more: settings(model, rows, *own, *more)
 
 

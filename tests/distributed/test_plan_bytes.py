@@ -148,24 +148,36 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        self._at_most = 0  # bytes, some of which may be gone: all are looked at only where this may be a new peak
         self._follow(tensors)
         self.peak = self._now()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._follow([leaf for leaf in tree_leaves((out, args)) if isinstance(leaf, Tensor)])
-        self.peak = max(self.peak, self._now())
+        self._follow([leaf for leaf in tree_leaves((out, args, kwargs)) if isinstance(leaf, Tensor)])
+        if self._at_most > self.peak:
+            self.peak = max(self.peak, self._now())
         return out
+
+    def follow_those_of(self, other: LiveBytes) -> None:
+        self.storages |= other.storages
+        self._now()
 
     def _follow(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             storage = local_tensor(tensor).untyped_storage()
-            self.storages[storage._cdata] = weakref.ref(storage)
+            key, size = storage._cdata, storage.nbytes()
+            self.storages[key] = weakref.ref(storage)
+            self._at_most += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
 
     def _now(self) -> int:
         alive = {key: storage for key, ref in self.storages.items() if (storage := ref()) is not None}
         self.storages = {key: self.storages[key] for key in alive}
-        return sum(storage.nbytes() for storage in alive.values())
+        self._sizes = {key: storage.nbytes() for key, storage in alive.items()}
+        self._at_most = sum(self._sizes.values())
+        return self._at_most
 
 
 def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
@@ -194,7 +206,7 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
             with LiveBytes(held) as forward:
                 loss = model(batch)
             with LiveBytes([loss]) as backward:
-                backward.storages |= forward.storages
+                backward.follow_those_of(forward)
                 loss.backward()
             del loss
             optimizer.step()

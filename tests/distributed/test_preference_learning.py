@@ -1,17 +1,18 @@
-"""A real chat model learns by DPO which of two summaries is a function's, of functions it was not trained on."""
+"""A real chat model learns by DPO which of two summaries is a function's, of functions it was not trained on.
+
+That `evaluate` finds the same figures is tested with small models (test_preference_use.py).
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from qlora_fsdp import evaluate
 from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import printed_by, train_all
+from tests.helpers.runs import train_all
 from tests.helpers.smollm2 import needs_smollm2
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -24,13 +25,11 @@ SHORT_STEPS = ["training.global_batch_size=2", "training.micro_batch_size=1", "t
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 
 
-def learn(folder: Path, model: Path) -> str:
-    """On one of two ranks: steps as those of `make demo-preference`, and what `evaluate` prints of the adapter."""
+def learn(folder: Path, model: Path) -> None:
+    """On one of two ranks: steps as those of `make demo-preference`."""
     own = [f"data.{name}={folder}/{file}" for name, file in (("path", "train.jsonl"), ("eval_path", "eval.jsonl"))]
     places = [f"model.path={model}", f"data.cache_folder={folder}/cache", f"run.folder={folder}/run", *own]
     train_all({"dpo": ["experiment=demo_preference", f"training.max_steps={NUM_STEPS}", LENGTH, *SHORT_STEPS, *places]})
-    own = [f"data.path={folder}/eval.jsonl", f"data.cache_folder={folder}/cache", LENGTH]
-    return printed_by(evaluate.main, [f"adapter={folder}/run/adapter", *own])
 
 
 def keep_the_shortest(file: Path, num_pairs: int) -> None:
@@ -46,9 +45,7 @@ def test_a_chat_model_learns_which_summary_is_a_functions(tmp_path: Path, smollm
     trained, held_out = (read_lines(tmp_path / f"{name}.jsonl") for name in ("train", "eval"))
     assert not {row["prompt"] for row in trained} & {row["prompt"] for row in held_out}
     assert not {row["chosen"] for row in trained} & {row["chosen"] for row in held_out}
-    printed = run_ranks(2, learn, tmp_path, smollm2, timeout_seconds=1800)[0]
+    run_ranks(2, learn, tmp_path, smollm2, timeout_seconds=1800)
     before, after = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in line)
     assert before["eval_rewards/margins"] == 0
     assert after["eval_rewards/accuracies"] >= 0.7  # chance is 0.5, and gives as many of 30 once in 47 tries
-    assert json.loads(printed)["rewards/accuracies"] == after["eval_rewards/accuracies"]
-    assert json.loads(printed)["loss"] == pytest.approx(after["eval_loss"], abs=1e-4)

@@ -21,7 +21,7 @@ Runs = Mapping[str, tuple[list[str], int | None]]
 Found = dict[str, tuple[str | None, int]]
 # What comes between steps, the step whose gradient norm is NaN, and how many of 7 steps' passes are queued ahead: not
 # the first step's, and none over an evaluation, a checkpoint or a way back.
-BETWEEN = ["data.eval_fraction=0.2", "training.eval_every_steps=4", "checkpoint.every_steps=3"]
+BETWEEN = ["data.eval_fraction=0.03", "training.eval_every_steps=4", "checkpoint.every_steps=3"]
 CASES: dict[str, tuple[list[str], int, int]] = {
     "skip": ([*BETWEEN, "lora.lora_dropout=0.2", "training.on_bad_step=skip"], 2, 3),
     "stop": ([], 2, 3),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.runtime.failures import Failure, is_lost_contact
@@ -52,6 +54,26 @@ def test_text_from_the_store_has_nothing_that_a_terminal_obeys() -> None:
     assert run_ranks(1, read_another_ranks_failure, "no\x1b[2J file\nat\x07 all") == [
         ("rank 1: no?[2J file\nat? all", 3)
     ]
+
+
+def lose_the_launcher(kept: str) -> tuple[str, bool]:
+    """What explains a signal where the launcher, which held the store, is gone; and whether this rank says so."""
+    Meeting.new_port()
+    shown = list[BaseException]()
+    watch = Watch(start_processes(60), shown.append)
+    watch._rank_0_holds_store = False
+    with mock.patch.object(watch, "_find_first", side_effect=dist.DistNetworkError("Broken pipe")):
+        reason = watch.explain(Interrupted(signal.SIGTERM, kept))
+    watch.finish()
+    watch.stop()
+    stop_processes()
+    return str(reason), shown == [reason]
+
+
+def test_a_launcher_that_was_killed_is_named_once_with_what_is_saved() -> None:
+    text = "The launcher of the ranks was killed, perhaps for want of memory: its store can't be reached (Broken pipe)."
+    kept = "Step 3 is saved."
+    assert run_ranks(2, lose_the_launcher, kept) == [(f"{text} {kept}", True), (f"{text} {kept}", False)]
 
 
 def test_errors_of_gloo_are_lost_contact_with_the_place_in_its_source_or_without() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from qlora_fsdp.config.command_line import conf_folder, default_options, group_o
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.hydra_files import register_schema
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
+from qlora_fsdp.config.settings import EXAMPLES, all_settings, value_of
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check
 
@@ -84,6 +86,14 @@ def test_mappings_take_keys_of_the_users_own() -> None:
     assert config.lora.rank_pattern == {"layers.0.q_proj": 8}
     assert config.lora.alpha_pattern == {"k_proj": 4.0}
     assert config.model.config == {"rope_scaling": {"factor": 2}}
+
+
+def test_every_mapping_has_an_example_that_a_shell_hands_on() -> None:
+    mappings = {key for key, setting in all_settings().items() if setting.default == {}}
+    assert set(EXAMPLES) == mappings
+    for key, example in EXAMPLES.items():
+        (typed,) = shlex.split(f"{key}={example}")
+        assert value_of(quick_config.load_config([typed]), key) == yaml.safe_load(shlex.split(example)[0])
 
 
 @pytest.mark.parametrize("path", ["~/a.jsonl", "/data/a=b (1).jsonl", "/data/ä.jsonl", "/it's/a.jsonl", "s\\t.jsonl"])
@@ -159,6 +169,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.rank_pattern=[q_proj]", "lora.rank_pattern=[q_proj] must be a mapping {name: whole number}."),
         ("optim.betas={}", "optim.betas={} must be a list of numbers such as [0.9,0.999]."),
         ("data.mix=[]", "data.mix=[] must be a mapping {key: value}."),
+        ("model.rope_scaling=yarn", "as in model.rope_scaling='{rope_type: yarn, factor: 4.0}', or leave "),
         (
             "training.precision=bf16",
             "must be one of auto, bfloat16, float16, float32. Set training.precision=bfloat16.",
@@ -189,7 +200,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("~lora.r", "removes a setting, which is not possible."),
         ("lora.r=8,16", "gives several values to one run. For a sweep add -m."),
         ("quant.llm_int8_skip_modules=a,b", "add -m, for a list write quant.llm_int8_skip_modules=[a,b]."),
-        ("data.path=a.jsonl,b.jsonl", "data.path='\"a.jsonl,b.jsonl\"'. For several data sets set data.mix={"),
+        ("data.path=a.jsonl,b.jsonl", "data.path='\"a.jsonl,b.jsonl\"'. For several data sets set data.mix='{"),
         ("data.path=a.jsonl,b.jsonl", "for a list write data.path=[a.jsonl,b.jsonl]"),
         ("run.name=${model.nme}", "can't be resolved"),
         ("run.name=${now:%H}", "reads the clock on every rank"),

@@ -489,6 +489,22 @@ def test_held_out_rows(tmp_path, run):
     assert len(texts(separate.train)) == 7
 
 
+def test_all_pieces_of_a_text_are_held_out_or_none(tmp_path, run):
+    def write(name: str, first: str, num_texts: int) -> Path:
+        return write_lines(tmp_path / name, *({"text": chr(ord(first) + n) * 100} for n in range(num_texts)))
+
+    small, large = write("small.jsonl", "a", 20), write("large.jsonl", "A", 20)
+    cut = {"max_length": 16, "deduplicate": False}
+    for data, num_texts in (({}, 20), ({"mix": {str(small): 1, str(large): 1}}, 40)):
+        prepared = run(None if data else small, eval_fraction=0.1, **cut, **data)
+        held_out, train = texts(prepared.eval), texts(prepared.train)
+        assert (len(held_out), len(train)) == (7 * num_texts // 10, 7 * num_texts * 9 // 10)
+        assert not {text[0] for text in held_out} & {text[0] for text in train}
+    assert len(texts(run(small, eval_fraction=0.01, **cut).eval)) == 7
+    with pytest.raises(DataError, match=r"of 7 usable rows, which are pieces of one text, leaves none to train on"):
+        run(write("one.jsonl", "a", 1), eval_fraction=0.1, **cut)
+
+
 def test_max_rows_is_a_seeded_choice(tmp_path, run):
     path = write_lines(tmp_path / "a.jsonl", *({"text": f"row {i}"} for i in range(50)))
     chosen = texts(run(path, max_rows=10).train)

@@ -6,6 +6,8 @@ import ast
 import json
 import os
 import re
+import socket
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +22,14 @@ from transformers.core_model_loading import Interleave, WeightConverter
 from qlora_fsdp import evaluate, train
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DeviceError, RankError, TrainingError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
+from qlora_fsdp.config.world import World
 from qlora_fsdp.inference.merge_files import merge_files
 from qlora_fsdp.inference.merge_weights import Merge
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
-from qlora_fsdp.runtime.processes import start_processes
+from qlora_fsdp.runtime.processes import _open_store, start_processes
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.weights import map_keys
@@ -152,6 +155,20 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(RankError, match="the 2 processes did not meet at MASTER_ADDR="):
         start_processes(1, use_cpu=True)
+
+
+def test_a_rank_that_comes_first_asks_for_the_store_only_once_rank_0_serves_it(monkeypatch: pytest.MonkeyPatch):
+    """torch's client, which is refused, would wait half a second and more."""
+    with socket.socket() as rank_0:
+        rank_0.bind(("127.0.0.1", 0))
+        port, waits = rank_0.getsockname()[1], list[float]()
+        monkeypatch.setattr("qlora_fsdp.runtime.processes.time.sleep", lambda s: (waits.append(s), rank_0.listen()))
+        monkeypatch.setattr("qlora_fsdp.runtime.processes.TCPStore", lambda *args, **named: len(waits))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        assert _open_store(World(2, rank=1, local_num_ranks=2), timedelta(seconds=60)) == 1
 
 
 def build(folder: Path, quant: QuantConfig) -> MetaModel:

@@ -93,6 +93,7 @@ def test_rows_beyond_rotary_positions_are_refused() -> None:
     data = make_data(41)
     rows = data.train.rows
     data = replace(data, train=replace(data.train, rows=FileRows()))
-    fix = r"Set model\.rope_scaling=\{rope_type:yarn,factor:2\} to stretch them, or training\.max_length=40, which cuts"
+    stretch = r"model\.rope_scaling='\{rope_type: yarn, factor: 2\}' to stretch them"
+    fix = rf"Set {stretch}, or training\.max_length=40, which cuts"
     with pytest.raises(DataError, match=rf"has 41 tokens, and the model was made for 40 positions\. {fix}"):
         check_positions(model, model.config, data)

@@ -220,6 +220,21 @@ def test_status_tells_a_run_that_was_killed_from_one_that_runs(runs: Path, capsy
     assert read_run(runs / "r4").status == "stopped"
 
 
+def test_status_does_not_wait_for_a_queue_that_hangs(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ntouch {tmp_path / 'asked'}\nexec sleep 1000\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("qlora_fsdp.status.SLURM_SECONDS", 1)
+    assert status([str(runs)]) == 0
+    assert "squeue" not in capsys.readouterr().out and not (tmp_path / "asked").exists(), "no run is a job of SLURM's"
+    (runs / "r16" / "slurm.json").write_text('{"job_id": "7"}')
+    assert status([str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "finished" in out and "squeue does not answer: nothing came within 1 seconds." in out
+
+
 @pytest.mark.parametrize("module", ["status", "report", "launch.multirun", "launch.local", "launch.slurm"])
 def test_no_torch_is_imported(module: str):
     program = (

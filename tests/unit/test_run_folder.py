@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,18 @@ def test_a_run_does_not_end_with_its_console(tmp_path: Path, processes: Processe
 
 def test_room_is_looked_for_before_the_work(tmp_path: Path, processes: Processes):
     free = shutil.disk_usage(tmp_path).free
-    check_room(tmp_path, free // 2, processes)
+    check_room(tmp_path, free // 2, free // 2, processes)
     with pytest.raises(RunFolderError, match=r"has room for .* MiB, and the adapter takes .*set run\.folder"):
-        check_room(tmp_path, 2 * free, processes)
+        check_room(tmp_path, 2 * free, 2 * free, processes)
+
+
+def test_a_file_that_is_larger_than_the_limit_of_the_shell_is_told_before_the_work(
+    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 * 2**20, 4 * 2**20))
+    check_room(tmp_path, 2**20, 3 * 2**20, processes)
+    with pytest.raises(RunFolderError, match=r"a file of 4\.0 MiB, .* files of at most 3\.0 \(ulimit -f\)"):
+        check_room(tmp_path, 2**20, 4 * 2**20, processes)
 
 
 @pytest.mark.parametrize(

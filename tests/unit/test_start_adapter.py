@@ -156,6 +156,8 @@ def test_an_adapter_of_embeddings_is_named(adapter: Path) -> None:
 def test_a_folder_that_holds_none(adapter: Path, tmp_path: Path) -> None:
     assert f"Set lora.start={adapter.parent}/adapter." in refusal(adapter.parent)
     assert "holds no adapter" in refusal(tmp_path / "nothing")
+    assert "model.path" not in refusal(tmp_path / "nothing"), "which an adapter would have named"
+    assert "model.path=/nowhere" in refusal(tmp_path / "nothing", "model.path=/nowhere"), "somebody wrote it"
     (adapter / "chat_template.jinja").symlink_to("/etc/hostname")
     assert "chat_template.jinja leads to a file outside" in refusal(adapter)
     (adapter / "chat_template.jinja").unlink()

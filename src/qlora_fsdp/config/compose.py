@@ -79,6 +79,8 @@ def load_config(
     if mistakes:
         # The rest is checked too, without the defaults that stand in for the mistaken values.
         mistaken = {problem.setting for problem in mistakes}
+        if "lora.start" in mistaken and config.model.path is None:
+            mistaken.add("model.path")  # the adapter would have named its base
         raise ConfigError([*mistakes, *(problem for problem in check(config) if problem.setting not in mistaken)])
     if arguments.cfg:
         print_and_exit(to_yaml(config))

@@ -76,6 +76,16 @@ _NOUNS = {
 }
 
 
+# Mappings that work, in the quotes without which a shell takes them apart.
+EXAMPLES = {
+    "model.config": "'{num_hidden_layers: 4}'",
+    "model.rope_scaling": "'{rope_type: yarn, factor: 4.0}'",
+    "lora.rank_pattern": "'{q_proj: 8}'",
+    "lora.alpha_pattern": "'{q_proj: 16}'",
+    "data.mix": "'{a.jsonl: 1, b.jsonl: 1}'",
+    "data.columns": "'{prompt: question, completion: answer}'",
+}
+
 # The names of settings in transformers, TRL, PEFT, Axolotl, LLaMA-Factory, torchtune and common speech, where these are
 # too different to be guessed.
 _OTHER_NAMES = {
@@ -123,7 +133,7 @@ _ON_AND_OFF = {
     **dict.fromkeys(("false", "no", "off", "0"), ("disabled", "none", "torch")),
 }
 
-SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
+SEVERAL_DATA_SETS = f" For several data sets set data.mix={EXAMPLES['data.mix']} in its place."
 
 
 @cache
@@ -206,6 +216,8 @@ def wrong_type(key: str, value: Any) -> Problem:
     setting = all_settings()[key]
     best = _nearest_value(setting, value)
     fix = f"Set such a value, or leave {key} out." if best is None else f"Set {show(key, best)}."
+    if key in EXAMPLES:
+        fix = f"Set such a value, as in {key}={EXAMPLES[key]}, or leave {key} out."
     return problem_about(
         key, value, f"must be {setting.expected}.", fix + (SEVERAL_DATA_SETS if key == "data.path" else "")
     )

@@ -14,6 +14,7 @@ from qlora_fsdp.config.schema import MixUntil
 from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
+from qlora_fsdp.data.tokenized_rows import TokenizedRows
 
 MAX_ROWS = 500_000_000  # of an epoch: the numbers of its rows take 8 bytes each, on every rank
 
@@ -78,6 +79,15 @@ class MixedRows:
         """The part that a row is in, and the row's number there."""
         part = int(np.searchsorted(self.starts, row, side="right")) - 1
         return part, row - int(self.starts[part])
+
+
+def texts_of(rows: Rows) -> Indices:
+    """A number for each row, which the pieces of one text share; rows of one data set are in the order of these."""
+    if isinstance(rows, MixedRows):
+        return np.concatenate([texts_of(part) for part in rows.parts])
+    if isinstance(rows, TokenizedRows) and rows.whole_ends is not None:
+        return rows.whole_ends
+    return np.arange(len(rows.lengths))
 
 
 def count_rows(

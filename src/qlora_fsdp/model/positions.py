@@ -76,5 +76,6 @@ def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedDa
         return f"the {has if isinstance(sets[0], Sequences) else f'limit of rows is {longest:,} tokens'}, and {made}"
     stretch = ""
     if getattr(config, "rope_parameters", None):
-        stretch = f"model.rope_scaling={{rope_type:yarn,factor:{needed_factor(config, longest)}}} to stretch them, or "
+        factor = needed_factor(config, longest)
+        stretch = f"model.rope_scaling='{{rope_type: yarn, factor: {factor}}}' to stretch them, or "
     raise DataError(f"The {has}, and {made}. Set {stretch}training.max_length={known}, which cuts rows there.")

@@ -29,6 +29,7 @@ import fcntl
 import logging
 import os
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
@@ -96,18 +97,30 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
     return folder
 
 
-def check_room(folder: Path, num_bytes: int, processes: Processes) -> None:
-    """Check that there is room for `num_bytes`, which will be written at the end of the run. Every rank calls this.
+def check_room(folder: Path, num_bytes: int, file_bytes: int, processes: Processes) -> None:
+    """Check that what the run will write can be written. Every rank calls this.
+
+    Args:
+        folder: the run folder.
+        num_bytes: bytes of the adapter.
+        file_bytes: bytes of the largest file of an adapter or a checkpoint, or of a smaller one of them.
+        processes: all ranks.
 
     Raises:
-        RunFolderError: there is not; raised on every rank.
+        RunFolderError: there is no room, or the system lets a rank write no such file; raised on every rank.
     """
     free = shutil.disk_usage(folder).free if processes.is_main else num_bytes
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     problem = None
     if free < num_bytes:
         problem = (
             f"run.folder={folder} has room for {free / 2**20:,.1f} MiB, and the adapter takes "
             f"{num_bytes / 2**20:,.1f}. Free space there, or set run.folder to a folder on another disk."
+        )
+    elif limit != resource.RLIM_INFINITY and limit < file_bytes:
+        problem = (
+            f"run.folder={folder} will get a file of {file_bytes / 2**20:,.1f} MiB, and this process may write files "
+            f"of at most {limit / 2**20:,.1f} (ulimit -f). Start the run after `ulimit -f unlimited`, or lower lora.r."
         )
     problem = processes.first_error(problem)
     if problem is not None:

@@ -169,19 +169,23 @@ def read_run(folder: Path) -> RunState:
     )
 
 
-def slurm_queue() -> dict[str, str]:
+def slurm_queue(seconds: float = 60) -> dict[str, str]:
     """The state of this user's SLURM jobs by job number, such as `pending (Priority)`; empty without SLURM.
+
+    Args:
+        seconds: how long SLURM gets to answer.
 
     Raises:
         LaunchError: SLURM does not answer, so that nobody knows whether there are jobs.
     """
     command = ["squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except OSError:
         return {}
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"squeue does not answer: {error}. Start the command again when it does.") from error
+        reason = f"nothing came within {seconds:.0f} seconds"
+        raise LaunchError(f"squeue does not answer: {reason}. Start the command again when it does.") from error
     if done.returncode != 0:
         reason = " ".join(done.stderr.split())
         raise LaunchError(f"squeue does not answer: {reason}. Start the command again when it does.")

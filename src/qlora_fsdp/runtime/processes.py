@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -240,7 +242,22 @@ def _open_store(world: World, timeout: timedelta) -> Store:
     descriptor = None
     if world.rank == 0:
         descriptor = socket.create_server(("127.0.0.1", port)).detach()
+    else:
+        _wait_until_open(port, time.monotonic() + timeout.total_seconds())
     return TCPStore("127.0.0.1", port, world.num_ranks, world.rank == 0, timeout, master_listen_fd=descriptor)
+
+
+def _wait_until_open(port: int, deadline: float) -> None:
+    """Wait until rank 0 listens on a port of this host: torch's client tries again only after half a second or more.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"nothing listens on port {port}.")
 
 
 def _let_segments_grow() -> None:

@@ -177,15 +177,21 @@ class Watch:
 
     def _without_store(self, error: BaseException, store_error: BaseException) -> Failure:
         """Explain an error when the store can't be asked for the first failure."""
-        if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
-            text = f"rank 0 is gone: its store can't be reached ({reason_of(store_error)})."
+        is_rank_0_there = self.rank == 0
+        if not isinstance(store_error, NotYet):
+            what = f"its store can't be reached ({reason_of(store_error)})."
+            text = f"rank 0 is gone: {what}"
+            if not self._rank_0_holds_store:  # the kernel has told the ranks of this host by a SIGTERM
+                kept = error.detail if isinstance(error, Interrupted) else ""
+                text = f"The launcher of the ranks was killed, perhaps for want of memory: {what} {kept}".strip()
+                is_rank_0_there |= self._processes.num_ranks == self._processes.local_num_ranks
         elif self._rank_0_holds_store:
             text = f"rank 0 does not answer: {self.neighbours.describe(0)} holds the store of the run, which is silent."
         elif is_lost_contact(error):
             text = f"The ranks lost contact with one another: {reason_of(error)}."
         else:
             return Failure(self.rank, describe_error(error), getattr(error, "exit_code", 1))
-        return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if self.rank == 0 else [0])
+        return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if is_rank_0_there else [0])
 
     def _tell(self, text: str, exit_code: int, is_of_others: bool = False, lost: list[int] | None = None) -> Failure:
         """Tell all ranks of a failure; returns the failure that was told first."""

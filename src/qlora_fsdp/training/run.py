@@ -14,6 +14,7 @@ import peft
 import torch
 
 from qlora_fsdp.common.errors import HubError
+from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.schema import Config
@@ -98,7 +99,10 @@ def run(config: Config, world: World) -> dict[str, Any]:
         first_step = 0 if checkpoint is None else checkpoint.step
         with _explained_early_shortage(config):
             prepared = prepare(config, processes, folder, first_step, start, choices)
-        check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
+        adapter_bytes = prepared.sizes.num_trainable * 4  # float32
+        plan = prepared.run_plan.plan
+        rank_bytes = 0 if plan is None else plan.host["checkpoint"] - SLAB_BYTES  # the plan rounds up to whole slabs
+        check_room(folder, adapter_bytes, max(adapter_bytes, rank_bytes), processes)
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
             check_step(checkpoint, prepared.split.num_steps)
