@@ -86,6 +86,7 @@ class Completer:
         end_token_ids: tokens that end a text.
         pad_token_id: any token.
         max_slots: texts that run at the same time, at most.
+        captures: record steps as CUDA graphs, on a GPU.
         prompt_tokens: most tokens of prompts that are read in one call, unless a single prompt has more.
         chain: the ranks that each have a part of the model; None: it is whole here. They complete the same requests.
     """
@@ -98,12 +99,13 @@ class Completer:
         end_token_ids: Sequence[int],
         pad_token_id: int,
         max_slots: int = MAX_SLOTS,
+        captures: bool = True,
         prompt_tokens: int = PROMPT_TOKENS,
         chain: Chain | None = None,
     ) -> None:
         self.base, self.device, self.sampling = base, device, sampling
         self.ends, self.pad_token_id = frozenset(end_token_ids), pad_token_id
-        self.max_slots, self.prompt_tokens = max_slots, prompt_tokens
+        self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
         self.chain, self.layers = chain, DecodeLayers(base)
         self.steps: Steps | None = None
         self.num_wanted = 0  # slots that there would be if there were memory for all
@@ -209,7 +211,15 @@ class Completer:
         while self.steps is None:
             try:
                 self.steps = Steps(
-                    self.base, self.sampling, num_slots, length, cache, num_logits, self.device, self.chain
+                    self.base,
+                    self.sampling,
+                    num_slots,
+                    length,
+                    cache,
+                    num_logits,
+                    self.device,
+                    self.captures,
+                    self.chain,
                 )
             except torch.OutOfMemoryError:
                 if num_slots == 1 or self.chain is not None:

@@ -34,6 +34,7 @@ class Steps:
         cache: has seen a call of the model, and gets its memory here.
         num_logits: logits that the model gives for each token.
         device: the model's device.
+        captures: record a step as a CUDA graph.
         chain: the ranks that each have a part of the model; None: it is whole here.
 
     Attributes:
@@ -51,12 +52,13 @@ class Steps:
         cache: SlotCache,
         num_logits: int,
         device: torch.device,
+        captures: bool,
         chain: Chain | None = None,
     ) -> None:
         self.call, self.chain = partial(_call, base, cache), chain
         self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
         self.device = device
-        self.captures = device.type == "cuda"
+        self.captures = captures and device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
         self.prompts = Prompts(self.call, length, device, self.pool)
         cache.allocate(num_slots, length, device)

@@ -71,4 +71,4 @@ def _steps(trial: RowTrial, num_slots: int) -> Steps:
     cache, one = SlotCache(trial.small.num_hidden_layers), torch.zeros((1, 1), dtype=torch.int64)
     with running(Step(slots=one[0])):
         trial.model(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
-    return Steps(trial.model, Sampling(), num_slots, LENGTH, cache, VOCAB, CPU)
+    return Steps(trial.model, Sampling(), num_slots, LENGTH, cache, VOCAB, CPU, captures=False)
