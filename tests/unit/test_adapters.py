@@ -110,6 +110,8 @@ def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
     folder = quantize_checkpoint(checkpoint("llama", torch.float32), tmp_path / "quantized", load_in_4bit=True)
     with pytest.raises(AdapterError, match=r"lora.modules_to_save: model.layers.0.mlp is quantized in the checkpoint"):
         adapt(folder, LoraConfig(modules_to_save=["mlp"], target_modules=["q_proj"]))
+    with pytest.raises(AdapterError, match=r"lora.modules_to_save: model.layers.0.mlp.experts has the experts"):
+        adapt(checkpoint("qwen3_moe"), LoraConfig(modules_to_save=["experts"], target_modules=["q_proj"]))
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_plus_before_a_group_is_accepted() -> None:
             "tracking.wandb=true",
             "tracking.wandb=true must be one of auto, online, offline, disabled. Set tracking.wandb=online.",
         ),
+        ("optim.lr_scheduler_type=constant_with_warmup", "Set optim.lr_scheduler_type=constant."),
         ("tracking.wandb=off", "Set tracking.wandb=disabled."),
         ("memory.activations=false", "Set memory.activations=none."),
         ("kernels.glu=false", "Set kernels.glu=torch."),

@@ -187,6 +187,11 @@ def _patterns(settings: peft.LoraConfig, name: str) -> dict[str, int]:
 
 def _check_can_be_trained(name: str, module: ModulesToSaveWrapper) -> None:
     if any(isinstance(child, QuantizedLayer) for child in module.modules()):
+        if has_experts(module):
+            raise AdapterError(
+                f"lora.modules_to_save: {name} has the experts of a mixture, which are quantized and can have adapters "
+                "alone. Take it out, and let lora.target_modules mean them."
+            )
         raise AdapterError(
             f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
             "Take it out, or set model.path to the model in full precision."
