@@ -15,7 +15,7 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.adapters.apply import apply_adapters, trainable_names
+from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, trainable_names
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
@@ -24,9 +24,11 @@ from qlora_fsdp.sharding.shard import place_model
 DTYPE = torch.bfloat16
 
 
-def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = DTYPE) -> nn.Module:
+def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = DTYPE, load_in_4bit: bool = True) -> nn.Module:
     files = find_model(ModelConfig(path=str(folder)), True, lambda error: error)
-    built = build_model(files, BuildSettings(QuantConfig(), dtype, "eager", keep=config.modules_to_save or []))
+    built = build_model(
+        files, BuildSettings(QuantConfig(load_in_4bit=load_in_4bit), dtype, "eager", keep=config.modules_to_save or [])
+    )
     return apply_adapters(built.model, config)
 
 
@@ -112,6 +114,13 @@ def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
         adapt(folder, LoraConfig(modules_to_save=["mlp"], target_modules=["q_proj"]))
     with pytest.raises(AdapterError, match=r"lora.modules_to_save: model.layers.0.mlp.experts has the experts"):
         adapt(checkpoint("qwen3_moe"), LoraConfig(modules_to_save=["experts"], target_modules=["q_proj"]))
+
+
+def test_experts_are_not_trained_whole_but_an_adapter_that_has_them_is_used(checkpoint: Callable[..., Path]):
+    lora = LoraConfig(modules_to_save=["experts"], target_modules=["q_proj"])
+    model = adapt(checkpoint("qwen3_moe"), lora, load_in_4bit=False)
+    with pytest.raises(AdapterError, match=r"lora.modules_to_save: model.layers.0.mlp.experts has the experts"):
+        check_no_experts_are_trained_whole(model)
 
 
 @pytest.mark.parametrize(

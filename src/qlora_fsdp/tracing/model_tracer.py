@@ -28,6 +28,7 @@ from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
+from qlora_fsdp.model.adapters.apply import check_no_experts_are_trained_whole
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
@@ -169,6 +170,7 @@ class ModelTracer:
         put_in_shapes(meta.model, computing.liger_kernels)
         loss_kernel, transform = computing.loss_kernel, computing.transform
         model = adapt_model(meta, config, self.tokens, loss_kernel, transform, computing.unreached)
+        check_no_experts_are_trained_whole(model)
         add_router_loss(model, config.training.router_aux_loss_coef)
         rewire(model, config.compute, config.kernels)
         if not model.layers:

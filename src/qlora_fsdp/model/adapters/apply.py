@@ -36,6 +36,10 @@ from qlora_fsdp.model.new_tokens import grow_copy, token_rows, use_token_rows
 
 # What PEFT adds to names.
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")
+_EXPERTS_ALONE = (
+    "lora.modules_to_save: {name} has the experts of a mixture, which can have adapters alone. Take it out, and let "
+    "lora.target_modules mean them."
+)
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
     TaskName.preference: "CAUSAL_LM",
@@ -188,14 +192,24 @@ def _patterns(settings: peft.LoraConfig, name: str) -> dict[str, int]:
 def _check_can_be_trained(name: str, module: ModulesToSaveWrapper) -> None:
     if any(isinstance(child, QuantizedLayer) for child in module.modules()):
         if has_experts(module):
-            raise AdapterError(
-                f"lora.modules_to_save: {name} has the experts of a mixture, which are quantized and can have adapters "
-                "alone. Take it out, and let lora.target_modules mean them."
-            )
+            raise AdapterError(_EXPERTS_ALONE.format(name=name))
         raise AdapterError(
             f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
             "Take it out, or set model.path to the model in full precision."
         )
+
+
+def check_no_experts_are_trained_whole(model: nn.Module) -> None:
+    """Refuse to train experts themselves: their products compute gradients of adapters and inputs alone.
+
+    An adapter that has whole experts can be used all the same.
+
+    Raises:
+        AdapterError: `lora.modules_to_save` names some.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and has_experts(module):
+            raise AdapterError(_EXPERTS_ALONE.format(name=_WRAPPERS.sub("", name).partition("base_model.model.")[2]))
 
 
 def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
