@@ -121,14 +121,14 @@ class ModelBytes:
         """The flat buffer that a unit of this size is gathered into. A single shard needs none."""
         return unit_bytes if self.work.num_shards > 1 else 0
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes that stay gathered from their first use to the end of backward."""
         ends = sum(self.unit(name) for name in ("embeddings", "head") if self.stays(name))
         layers = 0 if self.work.reshards else len(self.layers) * self.gathered_layer
         return self.unit("root") + ends + layers
 
-    @property
+    @cached_property
     def running_layer(self) -> int:
         """`kept`, and the layer that runs if it is not counted there."""
         return self.kept + (self.gathered_layer if self.work.reshards else 0)

@@ -18,16 +18,16 @@ flat buffer lives depends on where the shards are:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
-from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
 
 WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 
 
-def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
+def forward_moments(work: Workload, model: ModelBytes, uses: Sequence[LayerUse]) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
     `ModelBytes` says what is gathered: `kept` stays from forward to backward; `running_layer` is that and the layer
@@ -36,10 +36,15 @@ def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy
 
     Activations grow from layer to layer, so the peak is in one of the last layers. The very last has the most
     activations, and those before it have more layers gathered ahead. So all of these are counted.
+
+    Args:
+        work: the run that is planned.
+        model: the bytes of its parameters.
+        uses: what each layer takes.
     """
-    uses, ends = work.layer_uses(policies), work.ends
+    ends = work.ends
     # The model's own code holds the first layer's input until forward ends, whether that layer keeps it or not.
-    held = 0 if uses[0].keeps_input and not policies[0].offloads else ends.hidden
+    held = 0 if uses[0].keeps_input and not uses[0].host else ends.hidden
     leaving = max(sum(use.host) for use in uses)  # a layer's input and attention's results, on their way to the host
     always = ends.shared + held + leaving
     # The embeddings are looked up.
@@ -55,8 +60,8 @@ def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy
         "workspace": WORKSPACE,
     }
     # One of the last layers runs.
-    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
-        index = len(policies) - 1 - num_after
+    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(uses))):
+        index = len(uses) - 1 - num_after
         # A layer's peak in the trace includes a dequantized weight, which the plan shows as a part of its own.
         dequantized = min(work.layers[index].largest_weight, uses[index].forward)
         yield {
@@ -81,7 +86,7 @@ def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy
 
 
 def backward_moments(
-    work: Workload, model: ModelBytes, policies: Sequence[Policy], gradients_stay: bool
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], gradients_stay: bool
 ) -> Iterator[BytesByPart]:
     """What each moment of backward needs beyond the resident parts.
 
@@ -91,12 +96,12 @@ def backward_moments(
     Args:
         work: the run that is planned.
         model: the bytes of its parameters.
-        policies: the policy of each layer.
+        uses: what each layer takes.
         gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
             backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
     """
     num_copies = 1 if work.uses_fsdp else 0
-    uses, ends = work.layer_uses(policies), work.ends
+    ends = work.ends
     kept = sum(use.saved for use in uses)  # activations that backward has not used yet
     # The loss runs backward, and with it a trained head.
     made = model.trained("head")
@@ -104,19 +109,21 @@ def backward_moments(
         "activations": ends.shared + max(size for use in uses for size in (0, *use.host[-1:])) + kept,
         "gathered": model.kept
         + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
-        + model.ahead_in_backward(len(policies)),
+        + model.ahead_in_backward(len(uses)),
         "loss": ends.loss_backward,
         "workspace": WORKSPACE,
     }
     reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
     leaving = made * num_copies  # the copy of the head's gradients that is being sent
+    # While a layer runs backward, an offloaded input of a layer before it comes back already (model/input_offload.py).
+    returning = [0, *accumulate((sum(use.host[:1]) for use in uses), max)]
     # Each layer runs backward, the last one first.
-    for index in reversed(range(len(policies))):
+    for index in reversed(range(len(uses))):
         own = model.layer_adapters[index]  # its whole gradients, which the peak in the trace includes
         beyond = max(0, uses[index].backward - own)
         dequantized = min(work.layers[index].largest_weight, beyond)
         yield {
-            "activations": ends.shared + _offloaded(uses, index) + kept + beyond - dequantized,
+            "activations": ends.shared + sum(uses[index].host) + returning[index] + kept + beyond - dequantized,
             "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
             "dequantized": dequantized,
@@ -134,11 +141,3 @@ def backward_moments(
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
-
-
-def _offloaded(uses: Sequence[LayerUse], index: int) -> int:
-    """Bytes of offloaded tensors on the GPU while layer `index` runs backward (model/input_offload.py).
-
-    These are the layer's own, and the input of an earlier layer, which is on its way back already.
-    """
-    return sum(uses[index].host) + max((size for use in uses[:index] for size in use.host[:1]), default=0)

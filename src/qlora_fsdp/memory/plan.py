@@ -37,6 +37,7 @@ from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.moments import WORKSPACE, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.slots import generation_bytes
+from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -139,18 +140,18 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 
 
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
-    has_graph = is_captured(work, policies)
+    has_graph, uses = is_captured(work, policies), work.layer_uses(policies)
     resident = model.resident(with_training=True)
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
-    in_backward = backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
+    in_backward = backward_moments(work, model, uses, gradients_stay=resident["gradients"] > 0)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
-        "forward": _largest(_add(resident, moment) for moment in forward_moments(work, model, policies)),
+        "forward": _largest(_add(resident, moment) for moment in forward_moments(work, model, uses)),
         "backward": _largest(_add(resident, moment) for moment in in_backward),
         "step": resident | {"gradients": model.step_gradients, "workspace": WORKSPACE},
     }
-    host, pinned = _host(work, model, policies)
+    host, pinned = _host(work, model, uses)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
     return MemoryPlan(work, tuple(policies), phases, host, pinned, beside)
 
@@ -173,11 +174,11 @@ def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
     )
 
 
-def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:
+def _host(work: Workload, model: ModelBytes, uses: Sequence[LayerUse]) -> tuple[BytesByPart, int]:
     """Host memory by part, and how much of it is pinned."""
     reading = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
     copied = round_up(model.shard.adapters + model.optimizer, SLAB_BYTES)
-    libraries = HOST_PYTHON + HOST_LAYER * len(policies)
+    libraries = HOST_PYTHON + HOST_LAYER * len(uses)
     if work.is_cuda:
         libraries += HOST_CUDA + (HOST_NCCL if work.num_ranks > 1 else 0)
     # The checkpoint's copy always counts: a signal makes a run write a checkpoint even if no others were asked for.
@@ -187,7 +188,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["parameters"] = sum(next_power_of_two(tensor.shard_bytes(work.num_shards)) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
-    offloaded = [size for use in work.layer_uses(policies) for size in use.host]
+    offloaded = [size for use in uses for size in use.host]
     if offloaded:
         parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
