@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.common.text import name_error
 from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
@@ -39,7 +39,7 @@ def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str |
         with stock_models(), torch.no_grad(), attending(trial.model):
             difference = _difference(trial)
     except Exception as error:  # classes are transformers', or come with a model
-        return f"its class can't be called so ({type(error).__name__}: {first_line(error)})"
+        return f"its class can't be called so ({name_error(error)})"
     if not difference <= TOLERANCE:
         return f"its logits would differ by {difference:.1g} of the largest"
     return None

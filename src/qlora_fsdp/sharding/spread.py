@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.common.text import name_error
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.model.tasks.task_model import are_tied, find_layers
 from qlora_fsdp.model.trials.row_trial import RowTrial
@@ -187,7 +187,7 @@ def why_not_spread(config: PretrainedConfig, trust_remote_code: bool) -> str | N
                 spread_layers(part, _Carrier(rank, carried), torch.float32)
                 logits = part(input_ids=tokens).logits
     except Exception as error:  # classes are transformers', or come with a model
-        return f"its layers can't be computed apart ({type(error).__name__}: {first_line(error)})"
+        return f"its layers can't be computed apart ({name_error(error)})"
     difference = float((logits - expected).abs().max() / expected.abs().max())
     return None if difference <= TOLERANCE else f"its logits would differ by {difference:.1g} of the largest"
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from qlora_fsdp.common.sizes import next_power_of_two
+
 try:
     import triton
     import triton.language as tl
@@ -35,9 +37,7 @@ except ImportError:
         def cdiv(x: int, y: int) -> int:
             return -(x // -y)
 
-        @staticmethod
-        def next_power_of_2(n: int) -> int:
-            return 1 << max(0, n - 1).bit_length()
+        next_power_of_2 = staticmethod(next_power_of_two)
 
     triton = tl = _NoTriton
 

@@ -209,7 +209,7 @@ def check_no_experts_are_trained_whole(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and has_experts(module):
-            raise AdapterError(_EXPERTS_ALONE.format(name=_WRAPPERS.sub("", name).partition("base_model.model.")[2]))
+            raise AdapterError(_EXPERTS_ALONE.format(name=name.partition("base_model.model.")[2]))
 
 
 def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
