@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training import train_adapter
 from qlora_fsdp.training.capture import captured, graphs
@@ -83,14 +84,15 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None) -> Trained:
 
     def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
         eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
-        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, limit=float("inf"))
+        ahead = DequantizeAhead(prepared.model, processes.device)
+        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, float("inf"), ahead)
 
     with ExitStack() as stack:
         for module, name, value in (
             (train_adapter, "make_passes", make),
             (captured, "record", record),
             (graphs, "free_graphs", lambda: None),
-            (captured.CapturedPasses, "_missing_bytes", lambda self: 0),
+            (captured.CapturedPasses, "_missing_bytes", lambda self: float("-inf")),
             (torch.cuda, "graph_pool_handle", lambda: None),
             (torch.cuda, "get_sync_debug_mode", lambda: 0),
             (torch.cuda, "set_sync_debug_mode", lambda mode: None),

@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
+from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
 from tests.helpers.experts import make_experts
+from tests.helpers.quantized import make_quantized
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here
 
-BITSANDBYTES, TRITON = "kDequantizeBlockwise", "_dequantize_kernel"
+BITSANDBYTES, TRITON, SCALES = "kDequantizeBlockwise", "_dequantize_kernel", "_dequantize_scales_kernel"
 NUM_STEPS = 5
 CASES = {
     "default": [],
@@ -46,27 +50,27 @@ def ran(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.Te
     }
     world = once(lambda: run_ranks(1, train_profiled, runs, gpu=True)[0])
 
-    def find(case: str) -> tuple[list[float], int, int]:
-        """Losses, and how often bitsandbytes' kernels and ours dequantized."""
+    def find(case: str) -> tuple[list[float], int, int, int]:
+        """Losses, and how often bitsandbytes' kernel and ours dequantized, and ours the scales alone."""
         losses, kernels = world()[case]
-        counts = [sum(n for key, n in kernels.items() if name in key) for name in (BITSANDBYTES, TRITON)]
-        return losses, counts[0], counts[1]
+        names = BITSANDBYTES, TRITON, SCALES
+        return losses, *(sum(n for key, n in kernels.items() if name in key) for name in names)
 
     return find
 
 
 @pytest.mark.parametrize("case", ["default", "launched", "recomputed", "without double quantization", "fp4"])
 def test_bitsandbytes_dequantizes(ran, case: str):
-    """Two layers of seven matrices, forward and backward, in every step: the scales too with double quantization."""
-    losses, by_bitsandbytes, by_triton = ran(case)
-    kernels_a_weight = 1 if case == "without double quantization" else 2
-    assert by_bitsandbytes >= NUM_STEPS * 2 * 7 * 2 * kernels_a_weight and by_triton == 0
+    """Two layers of seven matrices, forward and backward, in every step. With double quantization one pass before."""
+    losses, by_bitsandbytes, by_triton, num_scales = ran(case)
+    assert by_bitsandbytes >= NUM_STEPS * 2 * 7 * 2 and by_triton == 0
+    assert num_scales == (0 if case == "without double quantization" else by_bitsandbytes)
     assert losses[-1] < losses[0]
 
 
 def test_triton_dequantizes_if_asked(ran):
-    losses, by_bitsandbytes, by_triton = ran("triton")
-    assert by_triton >= NUM_STEPS * 2 * 7 * 2 and by_bitsandbytes == 0
+    losses, by_bitsandbytes, by_triton, num_scales = ran("triton")
+    assert by_triton >= NUM_STEPS * 2 * 7 * 2 and by_bitsandbytes == num_scales == 0
     assert losses == pytest.approx(ran("default")[0], rel=1e-3)
 
 
@@ -75,5 +79,27 @@ def test_fp8_is_filled_by_triton(ran):
 
 
 def test_parts_of_experts_are_dequantized_by_triton_and_attention_by_bitsandbytes(ran):
-    _, by_bitsandbytes, by_triton = ran("experts")
+    _, by_bitsandbytes, by_triton, _ = ran("experts")
     assert by_bitsandbytes > 0 and by_triton > 0
+
+
+def test_weights_of_a_graph_are_dequantized_beside_products():
+    """In a graph that has the second stream, with the same bits."""
+    torch.manual_seed(0)
+    weights = torch.randn(4, 2048, 2048, device="cuda").bfloat16()
+    layers = torch.nn.Sequential(*(make_quantized(weight, Format("nf4", True)) for weight in weights))
+    x = torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def compute() -> torch.Tensor:
+        (grad,) = torch.autograd.grad(layers(x).sum(), x)
+        return grad
+
+    ahead = DequantizeAhead(layers, x.device)
+    with ahead.noting():
+        expected = compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)), ahead.reading():
+        found = compute()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert ahead.order == [*layers, *reversed(layers)] and torch.equal(found, expected)

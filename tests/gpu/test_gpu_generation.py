@@ -15,10 +15,10 @@ from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.layers.decode_linear import DecodeLayers, product_with_codes
 from qlora_fsdp.layers.quantized.format import Format
-from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.fused import make_parts
+from tests.helpers.quantized import make_quantized
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -92,17 +92,8 @@ def test_memory_is_given_back(model: PreTrainedModel) -> None:
 def test_products_with_codes_are_those_with_the_dequantized_weight(rows: int, double_quant: bool) -> None:
     torch.manual_seed(rows)
     format = Format("nf4", double_quant)
-    layer = QuantizedLinear(512, 9216, True, format, torch.bfloat16, GPU)
-    codes, absmax = format.quantize_rows(torch.randn(9216, 512, device=GPU, dtype=torch.bfloat16))
-    layer.codes.data.copy_(codes.view(layer.codes.dtype))
-    if double_quant:
-        scales, nested = format.quantize_scales(absmax)
-        layer.scales.data.view(torch.uint8).copy_(scales.view(torch.uint8))
-        layer.nested_scales.data.copy_(nested)
-    else:
-        layer.scales.data.copy_(absmax)
+    layer = make_quantized(torch.randn(9216, 512, device=GPU, dtype=torch.bfloat16), format, bias=True)
     assert layer.bias is not None
-    layer.bias.data.normal_()
     x = torch.randn(rows, 512, device=GPU, dtype=torch.bfloat16)
     expected = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     found = product_with_codes(layer, x)

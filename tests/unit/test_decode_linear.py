@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.helpers.fused import adapt, make_parts
+from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,16 +17,7 @@ from qlora_fsdp.layers.rewire import fuse_layers
 
 def quantized(format: Format, in_features: int = 128) -> QuantizedLinear:
     torch.manual_seed(0)
-    layer = QuantizedLinear(in_features, 96, True, format, torch.float32, "cpu")
-    codes, scales = format.quantize_rows(torch.randn(96, in_features))
-    layer.codes.copy_(codes)
-    if format.double_quant:
-        scales, nested = format.quantize_scales(scales)
-        layer.nested_scales.copy_(nested)
-    layer.scales.copy_(scales)
-    assert layer.bias is not None
-    layer.bias.copy_(torch.randn(96))
-    return layer
+    return make_quantized(torch.randn(96, in_features), format, bias=True)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from peft.tuners import lora
+from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 
 from qlora_fsdp.layers import Format, QuantizedLinear
@@ -20,19 +21,11 @@ FORMATS = [
 ]
 
 
-def make_layer(format: Format, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[QuantizedLinear, Tensor]:
+def make_layer(format: Format, bias: bool) -> tuple[QuantizedLinear, Tensor]:
     """A layer [96, 128] filled from a random weight, and the weight that bitsandbytes itself dequantizes to."""
     torch.manual_seed(0)
     weight = torch.randn(96, 128).mul_(0.1)
-    layer = QuantizedLinear(128, 96, bias, format, dtype, device="cpu")
-    codes, scales = format.quantize_rows(weight)
-    values = {"codes": codes, "scales": scales}
-    if format.double_quant:
-        values["scales"], values["nested_scales"] = format.quantize_scales(scales)
-    for name, value in values.items():
-        getattr(layer, name).copy_(value)
-    if bias:
-        layer.bias.copy_(torch.randn(96))
+    layer = make_quantized(weight, format, bias)
     if not format.is_4bit:
         stock_codes, absmax, _ = bnb.int8_vectorwise_quant(weight.half())
         return layer, stock_codes.float() * absmax[:, None] / 127

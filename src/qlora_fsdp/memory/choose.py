@@ -21,7 +21,7 @@ from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies, plans_of_policies
 from qlora_fsdp.memory.model_bytes import ModelBytes
-from qlora_fsdp.memory.plan import GIB, MemoryPlan
+from qlora_fsdp.memory.plan import GIB, MemoryPlan, dequantizing_ahead
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -60,12 +60,21 @@ class Choice:
 def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice:
     """The fastest plan that needs at most `target` bytes per GPU, less some room; the smallest plan if none fits.
 
+    Weights are dequantized ahead where what was chosen leaves room for that. Nothing else is given up for it.
+
     Args:
         work: its micro-batch size is kept unless `training.micro_batch_size` is auto.
         target: bytes that the run may use, libraries included.
         gpu: its rates predict the speed.
         host: bytes of host memory that the ranks of a host may use together.
     """
+    choice = _choose_sharing(work, target, gpu, host)
+    ahead = dequantizing_ahead(choice.plan)
+    return replace(choice, plan=ahead) if choice.fits and ahead.needed <= target else choice
+
+
+def _choose_sharing(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
+    """The same, without weights that are dequantized ahead."""
     alone = _choose_strategy(work, target, gpu, host)
     if alone.fits or alone.plan.needed_in("load") > target:  # sharing a sequence makes no weights smaller
         return alone

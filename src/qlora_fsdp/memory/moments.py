@@ -27,7 +27,9 @@ from qlora_fsdp.memory.workload import Workload
 WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 
 
-def forward_moments(work: Workload, model: ModelBytes, uses: Sequence[LayerUse]) -> Iterator[BytesByPart]:
+def forward_moments(
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], ahead: bool = False
+) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
     `ModelBytes` says what is gathered: `kept` stays from forward to backward; `running_layer` is that and the layer
@@ -41,6 +43,7 @@ def forward_moments(work: Workload, model: ModelBytes, uses: Sequence[LayerUse])
         work: the run that is planned.
         model: the bytes of its parameters.
         uses: what each layer takes.
+        ahead: whether the next weight is dequantized while one is used.
     """
     ends = work.ends
     # The model's own code holds the first layer's input until forward ends, whether that layer keeps it or not.
@@ -67,13 +70,14 @@ def forward_moments(work: Workload, model: ModelBytes, uses: Sequence[LayerUse])
         yield {
             "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
             "gathered": model.running_layer + model.ahead_in_forward(num_after),
-            "dequantized": dequantized,
+            "dequantized": dequantized + (work.layers[index].ahead if ahead else 0),
             "workspace": WORKSPACE,
         }
     # The head is gathered.
     at_head: BytesByPart = {
         "activations": always + sum(use.saved for use in uses) + ends.hidden,
         "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
+        "dequantized": _at_turn(work, ahead),
         "workspace": WORKSPACE,
     }
     yield at_head
@@ -86,7 +90,7 @@ def forward_moments(work: Workload, model: ModelBytes, uses: Sequence[LayerUse])
 
 
 def backward_moments(
-    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], gradients_stay: bool
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], gradients_stay: bool, ahead: bool = False
 ) -> Iterator[BytesByPart]:
     """What each moment of backward needs beyond the resident parts.
 
@@ -99,6 +103,7 @@ def backward_moments(
         uses: what each layer takes.
         gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
             backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
+        ahead: whether the next weight is dequantized while one is used.
     """
     num_copies = 1 if work.uses_fsdp else 0
     ends = work.ends
@@ -111,6 +116,7 @@ def backward_moments(
         + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
         + model.ahead_in_backward(len(uses)),
         "loss": ends.loss_backward,
+        "dequantized": _at_turn(work, ahead),
         "workspace": WORKSPACE,
     }
     reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
@@ -126,7 +132,7 @@ def backward_moments(
             "activations": ends.shared + sum(uses[index].host) + returning[index] + kept + beyond - dequantized,
             "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
-            "dequantized": dequantized,
+            "dequantized": dequantized + (work.layers[index].ahead if ahead else 0),
             "workspace": WORKSPACE,
         }
         kept -= uses[index].saved
@@ -141,3 +147,8 @@ def backward_moments(
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
+
+
+def _at_turn(work: Workload, ahead: bool) -> int:
+    """Bytes of the weight with which backward will begin, which is dequantized ahead unless its layer was freed."""
+    return work.layers[-1].ahead if ahead and not (work.uses_fsdp and work.reshards) else 0

@@ -19,7 +19,7 @@ docs/plan-validation.md compares the plan with what runs on GPUs took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +71,8 @@ class MemoryPlan:
         pinned: bytes of a rank's host memory that can't be swapped out.
         beside_graph: bytes that evaluations and the optimizer need beside the memory that a CUDA graph keeps; 0 if
             micro-batches are not recorded as one.
+        dequantizes_ahead: whether a graph dequantizes a weight while the one before it is used
+            (layers/quantized/ahead.py), so that there are two at a time.
     """
 
     work: Workload
@@ -79,6 +81,7 @@ class MemoryPlan:
     host: BytesByPart
     pinned: int
     beside_graph: int = 0
+    dequantizes_ahead: bool = False
 
     def tensor_bytes(self, phase: str) -> int:
         """Most bytes that tensors take in a phase: what `torch.cuda.max_memory_allocated` will say."""
@@ -139,21 +142,42 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
     return partial(_plan, work, ModelBytes(work))
 
 
-def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
+def dequantizing_ahead(plan: MemoryPlan) -> MemoryPlan:
+    """The plan of the same run that dequantizes weights ahead; the same plan if it records no graph that could."""
+    if plan.beside_graph == 0 or not any(layer.ahead for layer in plan.work.layers):
+        return plan
+    return _plan(plan.work, ModelBytes(plan.work), plan.policies, ahead=True)
+
+
+def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], ahead: bool = False) -> MemoryPlan:
     has_graph, uses = is_captured(work, policies), work.layer_uses(policies)
     resident = model.resident(with_training=True)
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
-    in_backward = backward_moments(work, model, uses, gradients_stay=resident["gradients"] > 0)
+    largest = _passes(work, model, uses, resident)
+    if ahead:  # the first steps have no graph; a graph sums gradients over ranks each time, and keeps none whole
+        in_graph = _passes(work, model, uses, resident | {"gradients": model.shard.adapters}, ahead=True)
+        largest = {phase: _largest((largest[phase], in_graph[phase])) for phase in largest}
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
-        "forward": _largest(_add(resident, moment) for moment in forward_moments(work, model, uses)),
-        "backward": _largest(_add(resident, moment) for moment in in_backward),
+        **largest,
         "step": resident | {"gradients": model.step_gradients, "workspace": WORKSPACE},
     }
     host, pinned = _host(work, model, uses)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
-    return MemoryPlan(work, tuple(policies), phases, host, pinned, beside)
+    return MemoryPlan(work, tuple(policies), phases, host, pinned, beside, ahead)
+
+
+def _passes(
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], resident: BytesByPart, ahead: bool = False
+) -> dict[str, BytesByPart]:
+    """Bytes by part at the peaks of forward and backward."""
+    forward = forward_moments(work, model, uses, ahead)
+    backward = backward_moments(work, model, uses, gradients_stay=resident["gradients"] > 0, ahead=ahead)
+    return {
+        "forward": _largest(_add(resident, moment) for moment in forward),
+        "backward": _largest(_add(resident, moment) for moment in backward),
+    }
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
@@ -199,5 +223,5 @@ def _add(resident: BytesByPart, moment: BytesByPart) -> BytesByPart:
     return {name: resident.get(name, 0) + moment.get(name, 0) for name in {**resident, **moment}}
 
 
-def _largest(moments: Iterator[BytesByPart]) -> BytesByPart:
+def _largest(moments: Iterable[BytesByPart]) -> BytesByPart:
     return max(moments, key=lambda parts: sum(parts.values()))

@@ -116,11 +116,13 @@ class LayerKind:
     Attributes:
         tensors: the parameters of one of them.
         largest_weight: bytes of the largest of them in the dtype of products.
+        ahead: most bytes that a weight takes which is dequantized before it is used (layers/quantized/ahead.py).
         num_quantized: weights that are quantized: of linear layers, and of all experts together.
     """
 
     tensors: tuple[Tensor, ...]
     largest_weight: int
+    ahead: int
     num_quantized: int
 
 

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.attention.choose import head_dim
+from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
 from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.experts import has_experts
@@ -79,6 +80,7 @@ def _layer_kind(layer: nn.Module) -> LayerKind:
     return LayerKind(
         tensors=tuple(_tensors([layer], [], [])),
         largest_weight=max(sizes, default=0),
+        ahead=max((m.dequantized_bytes for m in linears if isinstance(m.matmul, DequantizedMatmul)), default=0),
         num_quantized=len(linears) + len(experts),
     )
 

@@ -1,7 +1,8 @@
 """Triton kernels that undo 4-bit quantization in one pass, and that quantize rows to fp8. Imported on GPUs only.
 
-bitsandbytes' own kernels take two passes, one for the scales and one for the weights, at about half the memory's speed.
-The results are the same bits, except where a quantized scale rounds the other way.
+bitsandbytes' own kernels take three passes, two for the scales and one for the weights, at about half the memory's
+speed. The results are the same bits: with double quantization a scale is a product and a sum, each rounded, and not one
+operation that rounds once (`enable_fp_fusion=False`).
 """
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
@@ -87,6 +88,17 @@ def _dequantize_kernel(
 
 @kernel
 @triton.jit
+def _dequantize_scales_kernel(codes, nested, book, out, num_scales, num_groups, BLOCK: tl.constexpr):
+    """Dequantize BLOCK scales of a double quantization."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_there = place < num_scales
+    code = tl.load(codes + place, mask=is_there, other=0).to(tl.int32)
+    absmax = tl.load(book + code) * tl.load(nested + place // 256, mask=is_there, other=0.0)
+    tl.store(out + place, absmax + tl.load(nested + num_groups), mask=is_there)
+
+
+@kernel
+@triton.jit
 def _quantize_rows_kernel(x, out, scales, num_columns, x_stride, BLOCK: tl.constexpr):
     """Quantize one row: find its largest magnitude, and divide its values by that over 448, the largest fp8 value."""
     row = tl.program_id(0).to(tl.int64)
@@ -164,6 +176,24 @@ def dequantize(
         ROWS=rows,
         BLOCKS=blocks,
         num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def dequantize_scales(codes: Tensor, nested: Tensor, book: Tensor, out: Tensor) -> Tensor:
+    """Fill `out` with the scales of a double quantization, the bits that bitsandbytes' two kernels give. Returns `out`.
+
+    Args:
+        codes: uint8 [rows, blocks], contiguous.
+        nested: float32 [groups + 1]: the absmax of each 256 scales in row-major order, and last what is added to all.
+        book: the values of the codes, float32 [256].
+        out: float32 [rows, blocks], contiguous.
+    """
+    assert NESTED_BLOCKSIZE == 256
+    block = 1024
+    _dequantize_scales_kernel[(triton.cdiv(codes.numel(), block),)](
+        codes, nested, book, out, codes.numel(), nested.shape[0] - 1, BLOCK=block, num_warps=4, enable_fp_fusion=False
     )
     return out
 

@@ -224,6 +224,11 @@ class Format:
         if not self.double_quant:
             return parts["scales"]
         nested, num_blocks = parts["nested_scales"], in_features // self.blocksize
+        if nested.is_cuda and has_triton():
+            from qlora_fsdp.layers.kernels import triton_dequantize
+
+            codes, out = self.unpack(parts["scales"], num_blocks), nested.new_empty(out_features, num_blocks)
+            return triton_dequantize.dequantize_scales(codes, nested, dynamic_map(nested.device), out)
         absmax: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
             self.unpack(parts["scales"], num_blocks),
             nested[:-1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from qlora_fsdp.layers.quantized.matmul import FP8_MAX, Axis, DequantizedMatmul,
 from qlora_fsdp.layers.quantized.stored_weight import StoredWeight
 
 
-class QuantizedLinear(StoredWeight, nn.Linear):  # type: ignore[override]  # `weight` is read-only
+class QuantizedLinear(StoredWeight, nn.Linear):
     """A frozen linear layer with a `StoredWeight`.
 
     Args:
@@ -26,9 +27,11 @@ class QuantizedLinear(StoredWeight, nn.Linear):  # type: ignore[override]  # `we
     Attributes:
         matmul: computes products with the weight. One call may compute several layers that have the same input, such
             as q, k and v, if all of them have the same kind of `Matmul`.
+        reader: what dequantizes the weight where it is read; None for the layer itself (ahead.py).
     """
 
     matmul: Matmul = DequantizedMatmul()
+    reader: Callable[[QuantizedLinear], Tensor] | None = None
     _fp8_scales: tuple[Tensor, Tensor] | None = None
 
     def __init__(
@@ -48,6 +51,17 @@ class QuantizedLinear(StoredWeight, nn.Linear):  # type: ignore[override]  # `we
             "bias",
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None,
         )
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """W_OI in the compute dtype, dequantized anew at each access."""
+        return self.dequantize() if self.reader is None else self.reader(self)
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes that the dequantized weight takes, with the scales that are made on the way."""
+        num_scales = self.out_features * (self.in_features // self.blocksize) if self.format.double_quant else 0
+        return self.out_features * self.in_features * self.compute_dtype.itemsize + 4 * num_scales
 
     def absmax(self) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, blocks]."""

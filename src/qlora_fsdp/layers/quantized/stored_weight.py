@@ -58,4 +58,8 @@ class StoredWeight(nn.Module):
 
         It is a property, so that code which reads `layer.weight` gets a weight, and never codes.
         """
+        return self.dequantize()
+
+    def dequantize(self) -> Tensor:
+        """The weight [out_features, in_features] in the compute dtype, as the current stream computes it."""
         return self.format.dequantize(self.named_parts(), self.out_features, self.in_features, self.compute_dtype)

@@ -31,7 +31,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
@@ -70,11 +71,19 @@ class CapturedPasses:
         processes: all ranks take part.
         peaks: what the phases of a micro-batch have taken.
         limit: bytes that torch's allocator may hold.
+        ahead: dequantizes weights beside products in graphs; None if there is no room for two at a time.
     """
 
     def __init__(
-        self, eager: EagerPasses, params: Sequence[nn.Parameter], processes: Processes, peaks: PhasePeaks, limit: float
+        self,
+        eager: EagerPasses,
+        params: Sequence[nn.Parameter],
+        processes: Processes,
+        peaks: PhasePeaks,
+        limit: float,
+        ahead: DequantizeAhead | None = None,
     ) -> None:
+        self.ahead = ahead
         self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
         self.device = processes.device
         is_sharded = isinstance(eager.model, FSDPModule)
@@ -173,6 +182,8 @@ class CapturedPasses:
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
         missing, reason = self._missing_bytes(), self.steps.reason
+        if self.ahead is not None and missing + self.ahead.num_bytes > 0:
+            self.ahead = None
         if reason is None and self.peaks.num_retries:
             reason = "memory is short"
         if reason is None and missing > 0:
@@ -188,7 +199,8 @@ class CapturedPasses:
             warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}.*")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                loss = self.eager.run(batch, is_last)
+                with nullcontext() if self.ahead is None else self.ahead.noting():
+                    loss = self.eager.run(batch, is_last)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         found = [warning for warning in caught if SYNCHRONIZES in str(warning.message)]
@@ -197,7 +209,11 @@ class CapturedPasses:
         return loss
 
     def _record(self, compute: Callable[[Batch], Tensor], key: Key, batch: Batch) -> Recorded:
-        return record(compute, with_room(batch, key, self.device), self.eager.model, self.pool)
+        def compute_ahead(roomy: Batch) -> Tensor:
+            with nullcontext() if self.ahead is None else self.ahead.reading():
+                return compute(roomy)
+
+        return record(compute_ahead, with_room(batch, key, self.device), self.eager.model, self.pool)
 
     def _train(self, batch: Batch) -> Tensor:
         """What the graph of a step's micro-batch holds."""
@@ -235,4 +251,6 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
         return eager
     outside = 0 if plan is None else plan.library_bytes
     limit = math.inf if config.memory.target_gib is None else prepared.machine.target - outside
-    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit)
+    has_room = plan is None or plan.dequantizes_ahead
+    ahead = DequantizeAhead(prepared.model, processes.device) if has_room else None
+    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, ahead)

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ def record(
         # write checkpoints meanwhile: what they ask of CUDA is not recorded.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=_stream(), capture_error_mode="thread_local"),
         ):
             try:
                 loss = compute(batch)
@@ -87,6 +88,12 @@ def record(
     del graph, loss
     free_graphs()
     raise NotRecorded(reason)
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    """The stream that is recorded. Kernels on it go before those that run beside it (layers/quantized/ahead.py)."""
+    return torch.cuda.Stream(priority=-1)
 
 
 def free_graphs() -> None:

@@ -1,0 +1,97 @@
+"""Weights that are dequantized one ahead: which ones, when, and that the results are the same."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.helpers.quantized import make_quantized
+from torch import Tensor, nn
+
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.quantized import ahead
+from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    weights = torch.randn(3, 64, 64)
+    return nn.Sequential(*(make_quantized(weight, Format("nf4", True)) for weight in weights))
+
+
+def run(layers: nn.Module) -> tuple[list[str], Tensor]:
+    """What is done in forward and backward, by the names of the layers, and the gradient of the input."""
+    names, done = {layer: name for name, layer in layers.named_children()}, []
+    dequantize = QuantizedLinear.dequantize
+
+    def dequantized(layer: QuantizedLinear) -> Tensor:
+        done.append(f"dequantize {names[layer]}")
+        return dequantize(layer)
+
+    for layer in layers:  # hooks run after a layer's product
+        layer.register_forward_hook(lambda layer, *_: done.append(f"product {names[layer]}"))
+        layer.register_full_backward_hook(lambda layer, *_: done.append(f"gradient {names[layer]}"))
+    x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
+    with patch.object(QuantizedLinear, "dequantize", dequantized):
+        layers(x).sum().backward()
+    return done, x.grad
+
+
+def test_a_weight_is_dequantized_before_the_product_with_the_one_before_it(layers: nn.Sequential):
+    reader = DequantizeAhead(layers, CPU)
+    with reader.noting():
+        one_by_one, expected = run(layers)
+    assert one_by_one[:4] == ["dequantize 0", "product 0", "dequantize 1", "product 1"]
+    assert reader.order == [*layers, *reversed(layers)]
+    for layer in layers:
+        layer._forward_hooks.clear()
+        layer._backward_hooks.clear()
+    with reader.reading():
+        one_ahead, found = run(layers)
+    assert one_ahead == [
+        *("dequantize 0", "dequantize 1", "product 0", "dequantize 2", "product 1", "dequantize 2", "product 2"),
+        *("dequantize 1", "gradient 2", "dequantize 0", "gradient 1", "gradient 0"),
+    ]
+    assert torch.equal(found, expected)
+    assert all(layer.reader is None for layer in layers)
+
+
+def test_what_reads_in_another_order_dequantizes_for_itself(layers: nn.Sequential):
+    reader, first, last = DequantizeAhead(layers, CPU), layers[0], layers[2]
+    with reader.noting():
+        assert torch.equal(first.weight, first.dequantize())
+        assert torch.equal(last.weight, last.dequantize())
+    for read in ([last, first], [first, layers[1]], [first, first], [first, last, last, first]):
+        with reader.reading():
+            for layer in read:
+                assert torch.equal(layer.weight, layer.dequantize())
+
+
+def test_rows_that_other_ranks_have_are_not_read_ahead(layers: nn.Sequential):
+    """As where FSDP has not gathered the next layer yet (test_replayed_passes.py does it with FSDP)."""
+    reader, read = DequantizeAhead(layers, CPU), []
+    with reader.noting():
+        run(layers)
+    dequantize = QuantizedLinear.dequantize
+    with (
+        patch.object(ahead, "_is_whole", lambda layer: layer is not layers[1]),
+        patch.object(QuantizedLinear, "dequantize", lambda layer: read.append(layer) or dequantize(layer)),
+        reader.reading(),
+    ):
+        first = layers[0].weight
+        assert read == [layers[0]]
+        second = layers[1].weight
+    assert read == [layers[0], layers[1], layers[2]]
+    assert not torch.equal(first, second)
+
+
+def test_the_memory_of_the_second_weight_counts_its_scales(layers: nn.Sequential):
+    reader = DequantizeAhead(layers, CPU)
+    assert reader.num_bytes == 0  # nothing was noted
+    with reader.noting():
+        run(layers)
+    assert reader.num_bytes == 64 * 64 * 4 + 64 * 4
