@@ -23,7 +23,7 @@ PARTS = {  # the rows of the table, in order
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "gathered": "gathered layers",
-    "dequantized": "dequantized weight",
+    "dequantized": "dequantized weights",
     "activations": "activations",
     "loss": "loss",
     "workspace": "workspace of cuBLAS, or of loading",
