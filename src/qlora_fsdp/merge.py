@@ -42,8 +42,8 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4)
   report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
   report_rows=8       how many of them
-  write=adapter       instead of a model the adapter alone, with one adapter for each expert, as vLLM reads those of
-                      mixtures of experts
+  write=adapter       instead of a model the adapter alone, as vLLM reads it: with one adapter for each expert of a
+                      mixture, and one scaling for all layers
 
 examples:
   qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
@@ -85,7 +85,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         trained = assemble_trained(config, settings.adapter, processes)
         with merging_to(out):
             export_adapter(trained, adapter, out)
-        log.info(f"Written: {out}, with an adapter for each expert. vLLM takes it by --lora-modules NAME={out}.")
+        log.info(f"Written: {out}, an adapter as vLLM reads it, by --lora-modules NAME={out}.")
         return
     is_there = (out / "config.json").is_file()  # which a merge writes last
     merge_files(

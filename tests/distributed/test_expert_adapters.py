@@ -213,6 +213,20 @@ def test_an_adapter_for_each_expert(bases, stock, tmp_path: Path, family: str):
         torch.testing.assert_close(logits(with_adapter(bases[family], out)), expected, rtol=0, atol=2e-5)
 
 
+def test_layers_of_other_ranks_and_alphas_are_written_with_one_scaling(bases, tmp_path: Path):
+    torch.manual_seed(0)
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 3}}
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM", **patterns)
+    model = peft.get_peft_model(load(bases["mixtral"]), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    assert export(bases["mixtral"], tmp_path / "adapter", tmp_path / "out") == 0
+    added = add_by_name(bases["mixtral"], tmp_path / "out", tmp_path / "added")
+    torch.testing.assert_close(logits(load(added)), logits(model), rtol=0, atol=2e-5)
+
+
 def test_what_can_not_be_written_with_an_adapter_for_each_expert(bases, stock, own, tmp_path: Path, capsys):
     def said(family: str, adapter: Path, *more: str) -> str:
         assert export(bases[family], adapter, tmp_path / "out", *more) == 2
@@ -226,7 +240,9 @@ def test_what_can_not_be_written_with_an_adapter_for_each_expert(bases, stock, o
     for name, chosen in (("attention", {"target_modules": ["q_proj"]}), ("down", {"target_parameters": ["down_proj"]})):
         model = peft.get_peft_model(load(bases["mixtral"]), peft.LoraConfig(task_type="CAUSAL_LM", **chosen))
         model.save_pretrained(tmp_path / name)
-    assert "has no adapters of experts, so vLLM reads it as it is" in said("mixtral", tmp_path / "attention")
+    assert "no adapters of experts and one scaling for all layers, so vLLM reads it as it is" in said(
+        "mixtral", tmp_path / "attention"
+    )
     assert "has no adapter of model.layers.0.mlp.experts.gate_up_proj" in said("mixtral", tmp_path / "down")
 
 

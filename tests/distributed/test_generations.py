@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
@@ -46,6 +46,16 @@ def test_completions_are_those_of_stock_generate(
     assert lines[0]["completion"] != lines[6]["completion"]
     page = (folder / "report.html").read_text()
     assert "<h2>What the model wrote</h2>" in page and "<th>step 0</th><th>step 6</th>" in page
+
+
+def test_completions_end_with_a_table_of_positions(checkpoint: Callable[..., Path], tmp_path: Path):
+    """The model has embeddings of 256 positions, and a prompt takes 250 of them."""
+    lines = [{"prompt": letter * 249, "completion": " b"} for letter in "abcd"]
+    rows, folder = write_lines(tmp_path / "rows.jsonl", lines), tmp_path / "run"
+    argv = settings(checkpoint("opt", torch.float32), rows, "training.max_steps=1", packing=False)
+    argv += ["training.max_length=256", "data.eval_fraction=0.5", "tracking.num_generations=1", f"run.folder={folder}"]
+    run_ranks(1, train_all, {"run": argv})
+    assert [len(line["completion"]) <= 6 for line in read_lines(folder / "generations.jsonl")] == [True, True]
 
 
 def complete(model: torch.nn.Module, prompt: str) -> str:

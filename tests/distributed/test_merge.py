@@ -135,6 +135,15 @@ def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, row
     assert reports["full"]["kl_mean"] > 1e-4  # what quantization takes away
 
 
+def test_code_of_the_model_itself_comes_along(adapters, bases, tmp_path: Path):
+    """Without it the merged config.json, whose auto_map names it, could not be loaded."""
+    base = shutil.copytree(bases["llama"], tmp_path / "base")
+    (base / "modeling_my.py").write_text("# no code")
+    arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={base}"]
+    assert merge.main(arguments) == 0
+    assert (tmp_path / "merged" / "modeling_my.py").read_text() == "# no code"
+
+
 @pytest.mark.parametrize("case", ["llama", "not quantized", "tied head trained, both tables in the one file"])
 def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path, case: str):
     full, out = tmp_path / "full", tmp_path / "nf4"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft.utils.other import TrainableTokensWrapper
 from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE, VOCAB, quantize_checkpoint
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -130,7 +131,7 @@ def test_experts_are_not_trained_whole_but_an_adapter_that_has_them_is_used(chec
             "llama",
             QuantConfig(llm_int8_skip_modules=["none"]),
             LoraConfig(),
-            "lm_head is quantized, and can't",
+            "lm_head is quantized, and can't .* or, if the model's files have it quantized, set model.path to",
         ),
         ("bert", QuantConfig(), LoraConfig(), "decoder has a bias, which PEFT's trainable tokens leave out"),
         (
@@ -169,3 +170,13 @@ def test_new_tokens_that_are_all_behind_the_tables(checkpoint):
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
     layer = apply_adapters(built.model, LoraConfig(), tokens=tokens).base_model.model.lm_head.token_adapter
     assert layer.replaced.dtype == torch.int64 and len(layer.replaced) == 0 and len(layer.slots) == VOCAB + 1
+
+
+def test_the_weight_of_embeddings_with_new_tokens_is_their_table(checkpoint):
+    """Llama 4 asks it for its device in each forward, and Gemma 4 for the padding token's row."""
+    files = find_model(ModelConfig(path=str(checkpoint("llama"))), True, lambda error: error)
+    built = build_model(files, BuildSettings(QuantConfig(), DTYPE, "eager"))
+    table = built.model.get_input_embeddings().weight
+    tokens = AddedTokens(frozenset({3, VOCAB}), vocab_size=VOCAB + 1)
+    embeddings = apply_adapters(built.model, LoraConfig(), tokens=tokens).get_base_model().get_input_embeddings()
+    assert isinstance(embeddings, TrainableTokensWrapper) and embeddings.weight is table

@@ -39,7 +39,7 @@ from qlora_fsdp.layers.experts.gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
 from qlora_fsdp.layers.experts.rows import ActivationBackward, activate, sort_rows
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters.apply import apply_adapters
+from qlora_fsdp.model.adapters.apply import apply_adapters, describe_idle_patterns
 from qlora_fsdp.model.experts import expert_weights, find_routers
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
@@ -252,6 +252,18 @@ def test_stock_peft_makes_the_same_adapters_of_the_saved_settings(family: str):
         {name: param.shape for name, param in model.named_parameters() if "lora_" in name} for model in (ours, stock)
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_patterns_without_effect_are_named_and_no_others(recwarn: pytest.WarningsRecorder):
+    model = model_of("qwen3_moe")
+    ranks = {"experts.gate_up_proj": 2, "mlp.gate": 2, "q_proj": 3}
+    config = LoraConfig(r=4, rank_pattern=ranks, alpha_pattern={"experts.down_proj": 8.0, "mlp.experts": 8.0})
+    apply_adapters(model, config)
+    assert describe_idle_patterns(model, config) == [
+        "lora.rank_pattern: mlp.gate fits no layer or weight with an adapter, and has no effect",
+        "lora.alpha_pattern: mlp.experts fits no layer or weight with an adapter, and has no effect",
+    ]
+    assert not [warning for warning in recwarn if "were ignored" in str(warning.message)]
 
 
 def test_experts_can_be_left_out():

@@ -16,6 +16,7 @@ from qlora_fsdp.data.labels import label_first_tokens, read_labels
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
+from qlora_fsdp.model.tasks.classifier import _balance
 from qlora_fsdp.model.tasks.classifier_metrics import (
     classification_metrics,
     entity_metrics,
@@ -221,3 +222,9 @@ def test_figures_of_several_labels_a_row():
 def test_figures_of_numbers():
     found = regression_metrics(np.array([[1.0], [2], [4]]), np.array([[1.0], [2], [3]]))
     assert found == pytest.approx({"mean_absolute_error": 1 / 3, "r2": 0.5, "pearson_r": 0.9819805})
+
+
+def test_balanced_weights_of_labels_that_all_rows_have_or_none_are_positive():
+    labels = np.array([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]], np.float32)
+    task = TaskConfig(TaskName.sequence_classification, MULTI, ["all", "one", "none"])
+    assert _balance(task, labels).tolist() == [0.25, 3.0, 3.0]

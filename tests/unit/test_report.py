@@ -160,6 +160,15 @@ def test_a_diverged_run_is_not_the_best_and_hides_no_other(tmp_path: Path):
     assert re.findall(r"[\w.]+ \(lowest\)", (tmp_path / "report.html").read_text()) == ["2.0000 (lowest)"]
 
 
+def test_runs_are_compared_by_evaluation_loss_though_one_failed_before_it(tmp_path: Path):
+    for r, loss in ((4, 3.0), (16, 2.0)):
+        make_run(tmp_path / f"r={r}", r, {"status": "finished", "eval_loss": loss}, num_steps=10)
+    make_run(tmp_path / "failed", 8, {"status": "failed"}, num_steps=0)
+    (tmp_path / "failed" / "metrics.jsonl").write_text("")
+    assert report([str(tmp_path)]) == 0
+    assert re.findall(r"[\w.]+ \(lowest\)", (tmp_path / "report.html").read_text()) == ["2.0000 (lowest)"]
+
+
 def test_the_training_loss_of_a_report_leaves_out_steps_whose_gradient_was_not_used(tmp_path: Path):
     losses = [2.0, 3.0, 1e20, *[4.0] * 97]
     lines = [{"step": n, "loss": loss} | ({"skipped": True} if n == 2 else {}) for n, loss in enumerate(losses)]

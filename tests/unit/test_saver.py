@@ -70,6 +70,17 @@ def saved(training: Any) -> dict[str, float]:
     return {folder.name: load_file(folder / ADAPTER)["weight"].item() for folder in folders}
 
 
+def test_a_loss_that_is_no_number_is_not_among_the_best(training: Any):
+    thread = training.saver.thread
+    thread.config.keep_best = 1
+    training.writes.go.set()
+    with training.saver:
+        for number, loss in enumerate([float("nan"), 2.0, 3.0, 4.0], start=1):
+            thread.content.eval_losses.append((number, loss))
+            step(training, number)
+    assert list(saved(training)) == ["step-00000002", "step-00000004"]
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(training: Any):
     with training.saver:
         step(training, 1)

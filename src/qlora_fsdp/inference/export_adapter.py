@@ -1,4 +1,4 @@
-"""Rewrite an adapter so that every expert has its own, which is the form that vLLM reads.
+"""Rewrite an adapter as vLLM reads it: every expert has its own, and one scaling is that of all layers.
 
 PEFT has all experts of a layer in two tensors, because transformers has their weights in one. vLLM names layers as the
 model's files do, and there the experts of most models are linear layers: `...mlp.experts.7.gate_proj`. So the rows of
@@ -38,8 +38,8 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
     """Write the adapter to `out`: its weights, its config and the tokenizer.
 
     Raises:
-        AdapterError: it has no adapters of experts, not of all layers of an expert, or the base's files have experts in
-            one tensor, so that there are no names of single ones.
+        AdapterError: vLLM reads it as it is, it has no adapters of all layers of an expert, or the base's files have
+            experts in one tensor, so that there are no names of single ones.
         RunFolderError: `out` is not empty.
     """
     changes = find_changes(trained.model.base, adapter)
@@ -47,10 +47,15 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
     stored = {assignment.name: assignment.stored for assignment in trained.meta.assignments}
     sources = {name: stored[name] for name in experts}
     composed = {name: source for name, source in sources.items() if isinstance(source, ComposedTensor)}
+    config = peft.LoraConfig.from_pretrained(str(adapter))
+    if not (experts or config.rank_pattern or config.alpha_pattern):
+        raise AdapterError(
+            f"adapter={adapter} has no adapters of experts and one scaling for all layers, so vLLM reads it as it is. "
+            "Give it that."
+        )
     _check(trained, adapter, experts, composed)
     if out.is_dir() and any(out.iterdir()):
         raise RunFolderError(f"out={out} is not empty. Set out to a new folder.")
-    config = peft.LoraConfig.from_pretrained(str(adapter))
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     taken = {key for change in experts.values() for key in change.keys.values()}
     scales = {change.keys["lora_B.weight"]: change.scaling for change in changes.values() if _is_lora(change)}
@@ -119,8 +124,6 @@ def _expert_names(trained: AssembledModel) -> dict[str, str]:
 def _check(
     trained: AssembledModel, adapter: Path, experts: dict[str, Change], composed: dict[str, ComposedTensor]
 ) -> None:
-    if not experts:
-        raise AdapterError(f"adapter={adapter} has no adapters of experts, so vLLM reads it as it is. Give it that.")
     whole = [name for name in experts if name not in composed or composed[name].is_transposed]
     if whole:
         raise AdapterError(

@@ -193,7 +193,7 @@ def _find_extra(merge: Merge, changes: dict[str, Change]) -> dict[str, Assignmen
 def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     """Write config.json with what the merge changed, and copy the other small files of base and adapter."""
     for file in sorted(folder.iterdir()):
-        is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
+        is_small = file.suffix in (".json", ".txt", ".jinja", ".model", ".py") and "safetensors" not in file.name
         if file.is_file() and is_small and file.name != "config.json":
             _copy(file, merge.out / file.name)
     for file in sorted(merge.adapter.iterdir()):

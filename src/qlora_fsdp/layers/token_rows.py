@@ -33,6 +33,13 @@ class TokenRows(TrainableTokensLayer):
         """The trained rows, float32 [num_rows, hidden size], by ascending token id."""
         return cast(nn.Parameter, self.trainable_tokens_delta[ADAPTER])
 
+    def get_merged_weights(self, active_adapters: Any) -> Tensor:
+        """What a model's code sees as this module's `weight`: the table, which is asked for its dtype and device.
+
+        PEFT would copy it with the rows put in, at each access. It may be sharded, and rows may lie after its end.
+        """
+        return cast(Tensor, self.base_layer.weight)
+
     def forward_adapters(self, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Embeddings of token ids x, or logits of hidden states x, with the trained rows among them."""
         if isinstance(self.base_layer, nn.Embedding):

@@ -49,7 +49,8 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     for name, table in rows.items():
         reason, fix = None, f"Add it to lora.modules_to_save, which trains {name} as a whole."
         if isinstance(table, QuantizedLayer):
-            reason, fix = "is quantized", f"Add {name} to quant.llm_int8_skip_modules."
+            reason, fix = "is quantized", f"Add {name} to quant.llm_int8_skip_modules, or, if the model's files have "
+            fix += "it quantized, set model.path to the model in full precision."
         elif isinstance(table, nn.Linear) and table.bias is not None:
             reason = "has a bias, which PEFT's trainable tokens leave out"
         elif shares_weight and not is_tied and table is embeddings:  # PEFT would look for its rows in the head's copy

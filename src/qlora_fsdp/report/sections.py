@@ -53,8 +53,8 @@ def facts(run: Run) -> str:
 def figures(runs: Sequence[Run]) -> str:
     """One row per run: the settings that differ, and the results. The lowest loss of several runs is marked."""
     keys = differing(runs)
-    has_eval = all(run.state.eval_loss is not None for run in runs)
     ended = ("failed", "interrupted", "stopped")  # whose losses are not compared
+    has_eval = all(run.state.eval_loss is not None for run in runs if run.state.status not in ended)
     measured = [
         None if run.state.status in ended else run.state.eval_loss if has_eval else run.training_loss for run in runs
     ]

@@ -138,7 +138,11 @@ def _why_merge(prepared: Prepared, config: Config) -> str | None:
         return "it holds whole layers (lora.modules_to_save)"
     if config.lora.experts and has_experts(prepared.assembled.meta.model):
         return "its experts' adapters are as PEFT keeps them (qlora-fsdp merge write=adapter writes them for vLLM)"
-    return "it has rows for new tokens" if prepared.assembled.tokens.ids else None
+    if prepared.assembled.tokens.ids:
+        return "it has rows for new tokens"
+    if config.lora.rank_pattern or config.lora.alpha_pattern:
+        return "its layers differ in rank or alpha (qlora-fsdp merge write=adapter makes them alike for vLLM)"
+    return None
 
 
 def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase) -> str:

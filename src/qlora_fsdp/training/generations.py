@@ -16,6 +16,7 @@ from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.memory.slots import MAX_SLOTS
+from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.shard import bypassing_root
@@ -106,7 +107,7 @@ class Generations:
         numbers = range(self.processes.rank, len(self.rows), self.processes.num_ranks)
         if not numbers:
             return {}
-        requests = [Request(self.rows[number][0], self.settings.max_new_tokens or 1) for number in numbers]
+        requests = [Request(prompt, self._room(model, prompt)) for prompt in (self.rows[n][0] for n in numbers)]
         completer = Completer(
             model.base,
             self.processes.device,
@@ -133,15 +134,22 @@ class Generations:
             for start in range(0, len(self.rows), num_ranks):
                 # A rank that has no prompt left completes the last one too, because all ranks take part in gathers.
                 number = min(start + rank, len(self.rows) - 1)
-                prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
+                tokens = self.rows[number][0]
+                prompt = torch.tensor([tokens], device=self.processes.device)
                 output = base.generate(  # type: ignore[operator]
                     prompt,
                     attention_mask=torch.ones_like(prompt),
                     generation_config=self.settings,
+                    max_new_tokens=self._room(model, tokens),
                     synced_gpus=is_sharded,
                 )
                 mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
         return mine
+
+    def _room(self, model: TaskModel, prompt: list[int]) -> int:
+        """New tokens for a prompt, at most: there may be a table of positions, which ends."""
+        wanted, table = self.settings.max_new_tokens or 1, num_learned_positions(model)
+        return wanted if table is None else min(wanted, table - len(prompt))
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

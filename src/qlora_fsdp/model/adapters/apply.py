@@ -77,6 +77,8 @@ def apply_adapters(
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             # It names an option of its own. Here a tied head that is trained alone is saved, and merged, as untied.
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            # It does not know the layers that are adapted below. `describe_idle_patterns` does.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     except ValueError as error:
         if str(error).startswith("Target module "):
@@ -210,6 +212,21 @@ def check_no_experts_are_trained_whole(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and has_experts(module):
             raise AdapterError(_EXPERTS_ALONE.format(name=name.partition("base_model.model.")[2]))
+
+
+def describe_idle_patterns(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Notes for the log on patterns for ranks and alphas that fit no layer with an adapter."""
+    adapted = []
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            weight = f".{module.parameter_name}" if isinstance(module, ExpertLora) else ""
+            adapted.append(_WRAPPERS.sub("", name) + weight)
+    return [
+        f"lora.{key}: {pattern} fits no layer or weight with an adapter, and has no effect"
+        for key in ("rank_pattern", "alpha_pattern")
+        for pattern in getattr(config, key)
+        if not any(fits_pattern(name, pattern) for name in adapted)
+    ]
 
 
 def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

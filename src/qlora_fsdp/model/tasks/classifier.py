@@ -131,7 +131,8 @@ def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:
     """Class weights by which rare labels count more: float32 [K].
 
     With one label per row these are scikit-learn's balanced weights: rows / (labels x rows with that label). With
-    several, a label's weight is the number of rows without it over the number of rows with it.
+    several, a label's weight is the number of rows without it over the number of rows with it. A number of 0 counts as
+    1, so that every weight is positive: a label that all rows have is learned too.
 
     Args:
         task: tells whether a row has one label or several.
@@ -139,5 +140,5 @@ def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:
     """
     counts = np.maximum(1, np.array(list(count_labels(labels, task).values())))
     if task.problem_type is ProblemType.multi_label_classification:
-        return torch.tensor((len(labels) - counts) / counts, dtype=torch.float32)
+        return torch.tensor(np.maximum(1, len(labels) - counts) / counts, dtype=torch.float32)
     return torch.tensor(len(labels) / (len(counts) * counts), dtype=torch.float32)

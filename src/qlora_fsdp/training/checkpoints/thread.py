@@ -6,6 +6,7 @@ process ends before its thread has finished, the files keep their temporary name
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
@@ -174,7 +175,8 @@ class CheckpointThread:
 
     def _remove_old(self, content: Checkpoint) -> None:
         """Remove checkpoints except the newest (`keep_last`) and those of the lowest evaluation loss (`keep_best`)."""
-        folder, losses = self.content.folder, dict(content.eval_losses)
+        folder = self.content.folder
+        losses = {step: loss for step, loss in content.eval_losses if math.isfinite(loss)}
         folders = checkpoint_folders(folder)
         best = sorted((losses[step], path) for path in folders if (step := step_of(path)) in losses)
         keep = [*folders[-self.config.keep_last :], *(path for _, path in best[: self.config.keep_best])]
