@@ -147,9 +147,9 @@ class Generations:
         return mine
 
     def _room(self, model: TaskModel, prompt: list[int]) -> int:
-        """New tokens for a prompt, at most: there may be a table of positions, which ends."""
+        """New tokens for a prompt, at most: a table of positions may end. The last token takes no position."""
         wanted, table = self.settings.max_new_tokens or 1, num_learned_positions(model)
-        return wanted if table is None else min(wanted, table - len(prompt))
+        return wanted if table is None else max(1, min(wanted, table - len(prompt)))
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
