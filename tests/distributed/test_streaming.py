@@ -91,22 +91,27 @@ def test_ranks_share_windows_and_their_errors(tmp_path: Path):
     (tmp_path / "other.jsonl").write_text("\n".join(lines[20:]))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress("\n".join(lines * 40).encode())[:-30])
     (tmp_path / "late.jsonl").write_text("\n".join([*lines[13:], *lines[13:], "{broken"]))  # in the second window
+    (tmp_path / "bad.jsonl").write_text('{"no": "text"}\n' * 45)  # more than two windows
+    (tmp_path / "begins_badly.jsonl").write_text('{"no": "text"}\n' * 45 + "\n".join(lines))
     cases = [
         {"paths": ["many"], "more": {}},
         {"paths": ["many", "other.jsonl"], "more": {"weights": (1.0, 2.0)}},
+        {"paths": ["begins_badly.jsonl"], "more": {}},
         {"paths": ["late.jsonl"], "more": {"strict": True}},
         {"paths": ["cut.jsonl.gz"], "more": {"buffer_rows": 5000}},
         {"paths": ["other.jsonl"], "more": {"vocab_size": 257}},
+        {"paths": ["bad.jsonl"], "more": {}},
     ]
     (one,), three = run_ranks(1, read_share, tmp_path, cases), run_ranks(3, read_share, tmp_path, cases)
-    for number in (0, 1):
+    for number in (0, 1, 2):
         assert [rank[number]["problems"] for rank in three] == [one[number]["problems"]] * 3
         together = {index: rows for rank in three for index, rows in rank[number]["sequences"].items()}
         assert together == one[number]["sequences"] and len(together) == NUM_SEQUENCES
         assert sum(len(rank[number]["sequences"]) for rank in three) == NUM_SEQUENCES  # each on one rank alone
     places = [example for _, _, examples in one[0]["problems"] for example in examples]
     assert {"a.jsonl:4", "a.jsonl:9", "a.jsonl:13"} <= set(re.findall(r"a\.jsonl:[0-9]+", " ".join(places)))
-    for number, said in ((2, "late.jsonl:35"), (3, "cut.jsonl.gz can't be read"), (4, "has token 257")):
+    said_of = {3: "late.jsonl:35", 4: "cut.jsonl.gz can't be read", 5: "has token 257", 6: "There is no usable row"}
+    for number, said in said_of.items():
         messages = {rank[number] for rank in three}
         assert messages == {one[number]} and said in one[number]
 

@@ -278,6 +278,17 @@ def test_rows_of_new_tokens_are_those_of_the_file(adapter: Adapter, ids: Any) ->
     assert "trainable_token_indices" in adapter.refusal()
 
 
+def test_rows_for_tokens_of_the_head_alone_are_named(adapter: Adapter) -> None:
+    """The message once said to set model.path to another model."""
+    file = adapter.folder / "adapter_model.safetensors"
+    rows = {"base_model.model.lm_head.token_adapter.trainable_tokens_delta": torch.zeros(1, 64)}
+    save_file(load_file(file) | rows, file)
+    adapter.write_config(trainable_token_indices={"lm_head": [5]})
+    shown = adapter.refusal()
+    assert f"adapter={adapter.folder}: trainable_token_indices" in shown and "of the head alone" in shown
+    assert "model.path" not in shown
+
+
 def test_one_row_asks_for_no_millions_before_it(adapter: Adapter) -> None:
     file = adapter.folder / "adapter_model.safetensors"
     rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 64)}

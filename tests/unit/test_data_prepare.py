@@ -501,7 +501,7 @@ def test_all_pieces_of_a_text_are_held_out_or_none(tmp_path, run):
         assert (len(held_out), len(train)) == (7 * num_texts // 10, 7 * num_texts * 9 // 10)
         assert not {text[0] for text in held_out} & {text[0] for text in train}
     assert len(texts(run(small, eval_fraction=0.01, **cut).eval)) == 7
-    with pytest.raises(DataError, match=r"of 7 usable rows, which are pieces of one text, leaves none to train on"):
+    with pytest.raises(DataError, match=r"of 7 usable rows, all of one row of the data, leaves none to train on"):
         run(write("one.jsonl", "a", 1), eval_fraction=0.1, **cut)
 
 

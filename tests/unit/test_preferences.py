@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,21 @@ def test_another_answer_is_never_one_of_the_same_prompt(tmp_path: Path) -> None:
     assert data.rows.lengths.tolist() == longest
     alone = [{"prompt": "p", "completion": f"c{n}", "label": n == 0} for n in range(3)]
     assert mismatched_texts(prepare(tmp_path, alone, loss="kto").train) == ["pc2", "pc0", "pc1"]
+
+
+@pytest.mark.parametrize(("loss", "max_length", "num_held_out"), [("dpo", 32, 9), ("dpo", 8, 9), ("kto", 8, 4)])
+def test_all_answers_of_a_row_are_held_out_or_none(
+    tmp_path: Path, loss: str, max_length: int, num_held_out: int
+) -> None:
+    """Of 8 tokens, answers are cut and the last row is left out."""
+    ranked = [{"prompt": f"{n}.", "responses": ["a", "b" * 9, "c"], "ranks": [1, 2, 3]} for n in range(10)]
+    pairs = [text_row(f"{n}.", "a", "b" * 9) for n in range(9)] + [text_row("too long.", "a", "b")]
+    more = {"eval_fraction": 0.3, "max_length": max_length, "bad_rows": BadRows.truncate}
+    data = prepare(tmp_path, ranked if loss == "dpo" else pairs, loss=loss, **more)
+    assert data.eval is not None
+    held_out, train = (Counter(row[0][0].split(".")[0] for row in rows_of(part)) for part in (data.eval, data.train))
+    assert held_out.total() == num_held_out and not held_out.keys() & train.keys()
+    assert set((held_out | train).values()) == {3 if loss == "dpo" else 2}
 
 
 @pytest.mark.parametrize("label", [True, False])

@@ -71,6 +71,11 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether a value of others is a whole number, which True and False are to Python alone."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def finite_or_none(number: float) -> float | None:
     """Returns the number; None if it is NaN or infinite, which JSON does not have."""
     return number if math.isfinite(number) else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.text import is_whole
 from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.check_model import NO_FLOAT16
 from qlora_fsdp.config.schema import (
@@ -29,10 +29,6 @@ def check_training(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
     for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, check_context_parallel, _launch):
         yield from find_problems(config)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _fsdp(config: Config) -> Iterator[Problem]:
@@ -62,7 +58,7 @@ def _memory(config: Config) -> Iterator[Problem]:
         reason = f"has no effect with {show('memory.activations', memory.activations)}."
         yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
     tile = memory.tile_tokens
-    if tile not in ("auto", None) and not _is_whole(tile):
+    if tile not in ("auto", None) and not is_whole(tile):
         fix = "Set memory.tile_tokens=auto, the default."
         yield problem_with(config, "memory.tile_tokens", "must be a whole number, auto or null.", fix)
     elif tile not in ("auto", None) and (why := why_no_tiles(config)) is not None:
@@ -82,7 +78,7 @@ def _optim(config: Config) -> Iterator[Problem]:
 def _training(config: Config) -> Iterator[Problem]:
     training = config.training
     size = training.micro_batch_size
-    if size != "auto" and not _is_whole(size):
+    if size != "auto" and not is_whole(size):
         reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=auto, the default."
         yield problem_with(config, "training.micro_batch_size", reason, fix)
     elif size == "auto" and training.global_batch_size is None:
@@ -131,7 +127,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 def check_context_parallel(config: Config) -> Iterator[Problem]:
     """Find settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set."""
     num_slices = config.distributed.context_parallel
-    if num_slices != "auto" and not _is_whole(num_slices):
+    if num_slices != "auto" and not is_whole(num_slices):
         reason, fix = "must be a whole number or auto.", "Set distributed.context_parallel=auto, the default."
         yield problem_with(config, "distributed.context_parallel", reason, fix)
     if config.distributed.num_slices == 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.text import is_number
+from qlora_fsdp.common.text import is_number, is_whole
 from qlora_fsdp.config.schema import DataConfig, DataFormat
 
 DEFAULT_SPLIT = "train"
@@ -50,7 +50,7 @@ def find_mistakes(value: Any) -> Iterator[str]:
     weight, max_rows = value.get("weight", 1.0), value.get("max_rows")
     if not is_number(weight) or not 0 < weight < math.inf:
         yield "has a weight that is not positive"
-    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+    if max_rows is not None and not (is_whole(max_rows) and max_rows >= 1):
         yield f"has max_rows={max_rows}, which is no whole number of at least 1"
     forms = [form.value for form in DataFormat if form is not DataFormat.random]
     if value.get("format") is not None and value["format"] not in forms:

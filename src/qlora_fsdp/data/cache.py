@@ -108,21 +108,19 @@ class Entry:
     Attributes:
         folder: its own.
         whole: its rows, before any is cut.
-        flags: uint8 [num_rows], of `cut`.
         report: what was read, without the problems.
         counted: the problems, as `ProblemCounter.to_json` gave them.
     """
 
     folder: Path
     whole: TokenizedRows
-    flags: NDArray[np.uint8]
     report: ReadReport
     counted: dict[str, Any]
 
     def cut(self, settings: CutSettings) -> tuple[TokenizedRows, ReadReport]:
         """The rows as training uses them, and the report about them."""
         whole, counter = self.whole, ProblemCounter(deepcopy(self.counted))
-        flat = FlatRows(whole.tokens, whole.is_target, whole.starts, whole.num_targets, self.flags)
+        flat = FlatRows(whole.tokens, whole.is_target, whole.starts, whole.num_targets, whole.flags)
         pieces = cut_rows(flat, settings)
         if pieces is None:
             return whole, replace(self.report, problems=counter.problems())
@@ -135,6 +133,7 @@ class Entry:
             f"{whole.key}-{settings.max_length}{'t' if settings.truncates else ''}",
             pieces.ends,
             whole.starts[pieces.rows + 1],
+            whole.flags[pieces.rows],
         )
         self._count(counter, pieces)
         num_rows, num_tokens = len(pieces.rows), int(rows.lengths.sum())
@@ -177,8 +176,9 @@ def load_entry(folder: Path) -> Entry:
         num_targets=np.array(load("num_targets.bin", np.int32, num_rows)),
         labels=np.array(load("labels.bin", np.float32, num_labels * width)).reshape(num_labels, width),
         key=folder.name,
+        flags=load("flags.bin", np.uint8, num_rows),
     )
-    return Entry(folder, whole, load("flags.bin", np.uint8, num_rows), report, counted)
+    return Entry(folder, whole, report, counted)
 
 
 def _write_places(file: Path, tables: list[pa.Table]) -> None:

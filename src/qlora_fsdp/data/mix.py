@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.config.schema import MixUntil
-from qlora_fsdp.data.answers import Judged, Paired
+from qlora_fsdp.data.answers import Judged, JudgedRows, Paired, PairedRows
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
 from qlora_fsdp.data.tokenized_rows import TokenizedRows
@@ -81,12 +81,16 @@ class MixedRows:
         return part, row - int(self.starts[part])
 
 
-def texts_of(rows: Rows) -> Indices:
-    """A number for each row, which the pieces of one text share; rows of one data set are in the order of these."""
+def raw_rows_of(rows: Rows) -> Indices:
+    """For each row the number of the raw row in its data set that it was made of; in a data set they are ascending."""
     if isinstance(rows, MixedRows):
-        return np.concatenate([texts_of(part) for part in rows.parts])
-    if isinstance(rows, TokenizedRows) and rows.whole_ends is not None:
-        return rows.whole_ends
+        return np.concatenate([raw_rows_of(part) for part in rows.parts])
+    if isinstance(rows, PairedRows):
+        return raw_rows_of(rows.parts)[::2]
+    if isinstance(rows, JudgedRows):
+        return raw_rows_of(rows.parts)
+    if isinstance(rows, TokenizedRows):
+        return rows.raw_rows
     return np.arange(len(rows.lengths))
 
 

@@ -24,7 +24,7 @@ from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.cleaning.row_hashes import hash_rows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
-from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, repeat_rows, texts_of
+from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, raw_rows_of, repeat_rows
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.sequences import (
@@ -174,8 +174,8 @@ def _open(
         eval_ids = np.arange(len(eval_rows.lengths))
     elif data.eval_fraction > 0:
         eval_rows = train_rows
-        texts = texts_of(train_rows)
-        held_out = [_hold_out(ids, texts, data.eval_fraction, config.row_seed) for ids in train_ids]
+        raw_rows = raw_rows_of(train_rows)
+        held_out = [_hold_out(ids, raw_rows, data.eval_fraction, config.row_seed) for ids in train_ids]
         train_ids, eval_ids = [kept for kept, _ in held_out], np.concatenate([held for _, held in held_out])
     evaluation = None
     if eval_rows is not None and eval_ids is not None:
@@ -252,20 +252,21 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
     return used, tuple(shares)
 
 
-def _hold_out(row_ids: Indices, texts: Indices, fraction: float, seed: int) -> tuple[Indices, Indices]:
+def _hold_out(row_ids: Indices, raw_rows: Indices, fraction: float, seed: int) -> tuple[Indices, Indices]:
     """Splits rows into those to train on and those to evaluate on, both in the order of the file.
 
-    All pieces of a text (`texts` has its number for each row) are on one side. So fewer rows may be held out than the
-    fraction says, or, where every text has more, those of the shortest one.
+    All that was made of one raw row (`raw_rows` has its number for each row), such as the pieces of a long text or the
+    pairs of a ranked list, is on one side. So fewer rows may be held out than the fraction says, or, where every raw
+    row became more, those of the one that became fewest.
     """
-    _, text_of_row, num_pieces = np.unique(texts[row_ids], return_inverse=True, return_counts=True)
+    _, raw_row, num_made = np.unique(raw_rows[row_ids], return_inverse=True, return_counts=True)
     num_eval = max(1, math.floor(len(row_ids) * fraction))
-    shuffled = np.random.default_rng(seed).permutation(len(num_pieces))
-    fitting = shuffled[num_pieces[shuffled] <= num_eval]
-    held = fitting[: np.searchsorted(np.cumsum(num_pieces[fitting]), num_eval, side="right")]
-    is_held = np.isin(text_of_row, held if len(held) else num_pieces.argmin())
+    shuffled = np.random.default_rng(seed).permutation(len(num_made))
+    fitting = shuffled[num_made[shuffled] <= num_eval]
+    held = fitting[: np.searchsorted(np.cumsum(num_made[fitting]), num_eval, side="right")]
+    is_held = np.isin(raw_row, held if len(held) else num_made.argmin())
     if is_held.all():
-        of_one = ", which are pieces of one text," if len(num_pieces) < len(row_ids) else ""
+        of_one = ", all of one row of the data," if len(num_made) < len(row_ids) else ""
         raise DataError(
             f"data.eval_fraction={fraction} of {len(row_ids)} usable rows{of_one} leaves none to train on. Set it"
             " lower, or set data.eval_path."

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.cut import WITH_BEFORE
 from qlora_fsdp.data.tokenize import Mask, TokenRow, Tokens
 
 
@@ -25,7 +26,8 @@ class TokenizedRows:
         num_targets: int32 [num_rows], targets of each row; 1 for a row that has a label as a whole.
         labels: float32 [sum of num_targets, numbers per label], as `data.labels` reads them; [0, 0] without labels.
         key: the cache entry's name, which tells these rows from any others; empty for rows that are in no entry.
-        whole_ends: int64 [num_rows], where the rows end that these are the beginnings of; None: where they end.
+        whole_ends: int64 [num_rows], where the rows end that these are pieces of; None: where they end.
+        flags: uint8 [num_rows], of `cut`; empty: no row has any.
     """
 
     num_answers = 0  # not an annotated field: rows of an entry are compared by what wraps them (data/answers.py)
@@ -38,6 +40,15 @@ class TokenizedRows:
     key: str = ""
     ends: NDArray[np.int64] | None = None
     whole_ends: NDArray[np.int64] | None = None
+    flags: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    @property
+    def raw_rows(self) -> NDArray[np.int64]:
+        """For each row the number of the raw row that it was made of, [num_rows], ascending."""
+        begins = (self.flags & WITH_BEFORE) == 0 if len(self.flags) else np.ones(len(self.num_targets), dtype=bool)
+        if self.whole_ends is not None:
+            begins[1:] &= np.diff(self.whole_ends) > 0
+        return np.cumsum(begins)
 
     @property
     def whole_lengths(self) -> NDArray[np.int64]:

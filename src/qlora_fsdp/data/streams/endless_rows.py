@@ -18,11 +18,13 @@ class EndlessRows:
 
     Attributes:
         num_rows: how many rows it has, once they have been read from the first to the last; until then None.
+        num_ends: how often the last `take` came to its end.
     """
 
     def __init__(self, source: Source, position: Position) -> None:
         self.source = source
         self.num_rows: int | None = None
+        self.num_ends = 0
         self._begin(position)
 
     def take(self, num_rows: int) -> list[RawRow]:
@@ -32,6 +34,7 @@ class EndlessRows:
             DataError: the data set can't be read, or has no rows.
         """
         rows: list[RawRow] = []
+        self.num_ends = 0
         while True:
             found = list(islice(self._rows, num_rows - len(rows)))
             rows += found
@@ -42,6 +45,7 @@ class EndlessRows:
                 self.num_rows = self._num_read
                 if self.num_rows == 0:
                     raise DataError(f"{self.source.path} has no rows. Set data.path or data.mix.")
+            self.num_ends += 1
             self._begin(Position())
 
     def _begin(self, position: Position) -> None:

@@ -104,9 +104,8 @@ def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Shar
     return Share(table, [rows[row] for row in order])
 
 
-def count_problems(tables: Sequence[ShareTable]) -> tuple[RowProblem, ...]:
-    """The problems of a window, counted over all shares in the order of its rows."""
-    counter = ProblemCounter()
+def count_problems(tables: Sequence[ShareTable], counter: ProblemCounter) -> tuple[RowProblem, ...]:
+    """The problems counted so far, and those of all shares of a window in the order of its rows."""
     for problem in sorted((each for table in tables for each in table.problems), key=lambda each: each.row):
         counter.add(problem.place, problem.kind, problem.detail, problem.is_kept)
     return counter.problems()

@@ -1,7 +1,8 @@
 """Makes windows of streamed data, by all ranks together: each reads, tokenizes and keeps a part of each window.
 
 Rows are taken in the order of the files. Of a mix, each next row comes from the data set that is furthest behind its
-proportion. A data set that has been read to its end begins anew, so rows never run out. For a window
+proportion. A data set that has been read to its end begins anew, so rows never run out. Where none of a window's rows
+can be used, the window begins after them, unless all the data is like that. For a window
 
 1. the rank whose turn it is reads the rows of a data set, and hands every rank its share of them: row i of the window
    is that of rank i modulo their number, which spreads long rows evenly;
@@ -15,9 +16,11 @@ but the lengths and the packing is done by every rank, so the CPU time of a job 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.data.counts import ReadReport
+from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.read import Source
@@ -38,6 +41,22 @@ from qlora_fsdp.data.streams.windows import Place, Window, WindowRows
 from qlora_fsdp.data.together import failing_together
 from qlora_fsdp.data.workers import MapBatches
 from qlora_fsdp.runtime.processes import Processes
+
+log = logging.getLogger("qlora_fsdp")
+
+
+class ReadOn(NamedTuple):
+    """How the reading of a window has moved on.
+
+    Attributes:
+        positions: how far each data set has been read after it.
+        num_ends: how often each came to its end meanwhile.
+        repeated: which data sets have fewer rows than were read, in words.
+    """
+
+    positions: list[Position]
+    num_ends: list[int]
+    repeated: list[str]
 
 
 @dataclass(frozen=True)
@@ -70,23 +89,31 @@ class WindowMaker:
     _opened: dict[int, EndlessRows] = field(default_factory=dict)
 
     def make(self, place: Place) -> Window:
-        """Makes the window that begins at `place`. Collective.
+        """Makes the window that begins at `place`, or at the first place after it with a usable row. Collective.
 
         Raises:
             DataError: the data can't be read or used; raised on every rank.
         """
-        drawn = self._draw(place.num_drawn)
-        share, positions, repeated = self._find_kept(place) or self._tokenize(place.positions, drawn)
-        tables: list[ShareTable] = self.processes.gather(share.table)
-        report = self._check(tables, repeated)
-        self._keep(place, tables, share, positions)
+        counter, num_read, num_ends = ProblemCounter(), 0, np.zeros(len(self.sources), dtype=np.int64)
+        while True:
+            drawn = self._draw(place.num_drawn)
+            share, read = self._find_kept(place) or self._tokenize(place.positions, drawn)
+            tables: list[ShareTable] = self.processes.gather(share.table)
+            num_read += self.buffer_rows
+            report = self._check(tables, counter, num_read, read.repeated)
+            num_drawn = (np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn).tolist()
+            if report.num_used_rows:
+                break
+            num_ends += read.num_ends
+            self._check_unused(report, num_ends, is_first=num_read == self.buffer_rows)
+            place = Place(place.window + 1, place.sequence, num_drawn, read.positions)
+        self._keep(place, tables, share, read.positions)
         seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
         sequences, order = self._pack(tables, share, place.sequence, seed)
-        num_drawn = np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn
-        next_place = Place(place.window + 1, place.sequence + len(sequences), num_drawn.tolist(), positions)
+        next_place = Place(place.window + 1, place.sequence + len(sequences), num_drawn, read.positions)
         return Window(place, sequences, order, report, next_place)
 
-    def _find_kept(self, place: Place) -> tuple[Share, list[Position], list[str]] | None:
+    def _find_kept(self, place: Place) -> tuple[Share, ReadOn] | None:
         """A window from its file: all rows on rank 0, and on the other ranks none."""
         if self.kept is None:
             return None
@@ -94,7 +121,8 @@ class WindowMaker:
         positions: list[Position] | None = self.processes.share(None if found is None else found[1])
         if positions is None:
             return None
-        return (join_shares([], np.zeros(0, np.int32)) if found is None else found[0]), positions, []
+        share = join_shares([], np.zeros(0, np.int32)) if found is None else found[0]
+        return share, ReadOn(positions, [0] * len(positions), [])
 
     def _keep(self, place: Place, tables: Sequence[ShareTable], share: Share, positions: Sequence[Position]) -> None:
         """Brings the rows of all ranks to rank 0, which writes them to a file."""
@@ -109,12 +137,12 @@ class WindowMaker:
         if self.processes.is_main:
             self.kept.write(place, join_shares(tables, tokens), positions)
 
-    def _tokenize(self, positions: Sequence[Position], drawn: Indices) -> tuple[Share, list[Position], list[str]]:
-        """This rank's share of a window, how far each data set has been read after it, and which were read again."""
-        raw, ends, repeated = self._read(positions, drawn)
+    def _tokenize(self, positions: Sequence[Position], drawn: Indices) -> tuple[Share, ReadOn]:
+        """This rank's share of a window."""
+        raw, read = self._read(positions, drawn)
         with failing_together(self.processes):
             share = tokenize_share(raw, self.map_batches, self._path)
-        return share, ends, repeated
+        return share, read
 
     @property
     def _path(self) -> str:
@@ -130,13 +158,11 @@ class WindowMaker:
                 counts[drawn[row]] += 1
         return drawn
 
-    def _read(
-        self, positions: Sequence[Position], drawn: Indices
-    ) -> tuple[list[IndexedRow], list[Position], list[str]]:
-        """This rank's share of the raw rows of a window, and what `_tokenize` hands on of the data sets."""
+    def _read(self, positions: Sequence[Position], drawn: Indices) -> tuple[list[IndexedRow], ReadOn]:
+        """This rank's share of the raw rows of a window."""
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
         readers = [find_reader_rank(source, position, num_ranks) for source, position in enumerate(positions)]
-        taken: dict[int, tuple[list[RawRow], Position, int | None]] = {}
+        taken: dict[int, tuple[list[RawRow], Position, int, int | None]] = {}
         with failing_together(self.processes):
             for source, reader in enumerate(readers):
                 if reader == rank:
@@ -144,45 +170,51 @@ class WindowMaker:
                 else:
                     self._opened.pop(source, None)
         own: list[IndexedRow] = []
-        ends: list[Position] = []
-        repeated: list[str] = []
+        read = ReadOn([], [], [])
         for source, reader in enumerate(readers):
             numbers = np.flatnonzero(drawn == source)
             parts = None
             if source in taken:
                 rows, *known = taken.pop(source)
                 parts = [(list(compress(rows, numbers % num_ranks == each)), *known) for each in range(num_ranks)]
-            mine, end, num_rows = self.processes.scatter(parts, reader)
+            mine, end, num_ends, num_rows = self.processes.scatter(parts, reader)
             own += zip(numbers[numbers % num_ranks == rank].tolist(), mine, strict=True)
-            ends.append(end)
+            read.positions.append(end)
+            read.num_ends.append(num_ends)
             if num_rows is not None and num_rows < len(numbers):
                 has = f"{self.sources[source].path} has {plural(num_rows, 'row')}, read over and over"
-                repeated.append(f"{has} (data.streaming is for data that is larger than the disk)")
-        return sorted(own), ends, repeated
+                read.repeated.append(f"{has} (data.streaming is for data that is larger than the disk)")
+        return sorted(own), read
 
-    def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position, int | None]:
-        """The next rows of a data set, the position after them, and how many it has, if that is known by now."""
+    def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position, int, int | None]:
+        """The next rows of a data set, the position after them, how often it ended, how many it has if known."""
         opened = self._opened.get(source)
         if opened is None or opened.position != position:
             opened = self._opened[source] = EndlessRows(self.sources[source], position)
-        return opened.take(num_rows), replace(opened.position), opened.num_rows
+        return opened.take(num_rows), replace(opened.position), opened.num_ends, opened.num_rows
 
-    def _check(self, tables: Sequence[ShareTable], repeated: Sequence[str]) -> ReadReport:
+    def _check(
+        self, tables: Sequence[ShareTable], counter: ProblemCounter, num_read: int, repeated: Sequence[str]
+    ) -> ReadReport:
         """What has been read, read again (`repeated`) and left out, over all ranks.
+
+        Args:
+            tables: those of all shares.
+            counter: has the problems of the rows before that could not be used.
+            num_read: rows, these too.
+            repeated: as `ReadOn` has it.
 
         Raises:
             DataError: the window can't be used.
         """
         num_rows = sum(len(table.lengths) for table in tables)
         skipped = tuple(line for source in self.sources for line in source.skipped)
-        problems = count_problems(tables)
-        report = ReadReport(self._path, self.buffer_rows, num_rows, 0, -1, problems, 0, skipped, tuple(repeated))
+        problems = count_problems(tables, counter)
+        report = ReadReport(self._path, num_read, num_rows, 0, -1, problems, 0, skipped, tuple(repeated))
         if report.problems and self.strict:
             raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
         if not num_rows:
-            raise DataError(
-                f"There is no usable row. {report}\nSet data.path, data.columns, data.format or data.loss_on."
-            )
+            return report
         largest = max(table.max_token_id for table in tables)
         if largest >= self.vocab_size:
             raise DataError(
@@ -193,6 +225,18 @@ class WindowMaker:
         if all(table.unlearnable for table in used):
             raise DataError(used[0].unlearnable)
         return report
+
+    def _check_unused(self, report: ReadReport, num_ends: NDArray[np.int64], is_first: bool) -> None:
+        """Says of rows none of which can be used that reading goes on, if they are the first such rows.
+
+        Raises:
+            DataError: all the data has been read since the last usable row.
+        """
+        fix = "Set data.path, data.columns, data.format or data.loss_on"
+        if num_ends.min() >= 2:  # the first end may be one of a pass that began before
+            raise DataError(f"There is no usable row. {report}\n{fix}.")
+        if is_first and self.processes.is_main:
+            log.warning(f"Reading on, as no row here can be used. {report}\n{fix} if the others are like these.")
 
     def _pack(
         self, tables: Sequence[ShareTable], share: Share, first_sequence: int, seed: int

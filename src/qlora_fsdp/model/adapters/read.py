@@ -86,7 +86,8 @@ class SavedAdapter:
             fix: what to do if it does not fit, for the message.
 
         Raises:
-            AdapterError: its file is damaged, or tensors are missing, left over or of another shape.
+            AdapterError: its file is damaged, tensors are missing, left over or of another shape, or it has rows for
+                tokens of the head alone.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
         found = read_shapes(self.folder, str(self))
@@ -94,8 +95,17 @@ class SavedAdapter:
         missing = sorted(key for key in shapes.keys() - found.keys() if not key.startswith(new))
         problems = [f"{key} is missing" for key in missing]
         # A language model's adapter may have rows of its head for new tokens, of which a classifier has no use.
-        has_head = cast(PreTrainedModel, model.get_base_model()).get_output_embeddings() is not None
-        left_over = [key for key in sorted(found.keys() - shapes.keys()) if has_head or not key.endswith(TOKEN_ROWS)]
+        base = cast(PreTrainedModel, model.get_base_model())
+        head = base.get_output_embeddings()
+        left_over = [
+            key for key in sorted(found.keys() - shapes.keys()) if head is not None or not key.endswith(TOKEN_ROWS)
+        ]
+        rows_of_head = {f"base_model.model.{name}.{TOKEN_ROWS}" for name, own in base.named_modules() if own is head}
+        if not rows_of_head.isdisjoint(left_over) and any(key.endswith(TOKEN_ROWS) for key in missing):
+            raise AdapterError(
+                f"{self}: trainable_token_indices in adapter_config.json are tokens of the head alone, and not of the "
+                f"embeddings, which is not here. Set {self.setting} to an adapter that trains the same tokens of both."
+            )
         # PEFT saves a copy of the base's head beside an adapter of it.
         left_over = [key for key in left_over if key.replace(BASE_COPY, ".lora_A.weight") not in shapes]
         problems += [f"{key} is not in the model" for key in left_over]
