@@ -92,11 +92,11 @@ def test_ranks_share_windows_and_their_errors(tmp_path: Path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress("\n".join(lines * 40).encode())[:-30])
     (tmp_path / "late.jsonl").write_text("\n".join([*lines[13:], *lines[13:], "{broken"]))  # in the second window
     (tmp_path / "bad.jsonl").write_text('{"no": "text"}\n' * 45)  # more than two windows
-    (tmp_path / "begins_badly.jsonl").write_text('{"no": "text"}\n' * 45 + "\n".join(lines))
+    (tmp_path / "turns_bad.jsonl").write_text("\n".join(lines) + '\n{"no": "text"}' * 45)
     cases = [
         {"paths": ["many"], "more": {}},
         {"paths": ["many", "other.jsonl"], "more": {"weights": (1.0, 2.0)}},
-        {"paths": ["begins_badly.jsonl"], "more": {}},
+        {"paths": ["turns_bad.jsonl"], "more": {}},
         {"paths": ["late.jsonl"], "more": {"strict": True}},
         {"paths": ["cut.jsonl.gz"], "more": {"buffer_rows": 5000}},
         {"paths": ["other.jsonl"], "more": {"vocab_size": 257}},

@@ -147,7 +147,7 @@ def test_bad_rows_end_it_or_are_counted(tmp_path: Path):
 
 def test_buffers_without_a_usable_row_are_passed_by(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """The run once ended at the first, and met it again whenever it was started."""
-    bad, good = [{"no": "text"}] * 45, [{"text": f"row {n}"} for n in range(25)]
+    bad, good = [{"no": "text"}] * 65, [{"text": f"row {n}"} for n in range(25)]
     places, windows = tmp_path / "stream.jsonl", []
 
     def note(window: Window) -> None:
@@ -155,23 +155,31 @@ def test_buffers_without_a_usable_row_are_passed_by(tmp_path: Path, caplog: pyte
         windows.append(window)
 
     with caplog.at_level(logging.WARNING, "qlora_fsdp"):
-        data = stream([write(tmp_path / "rows.jsonl", *bad, *good)], note=note)
+        data = stream([write(tmp_path / "rows.jsonl", *good, *bad, *good)], note=note)
         found = texts(data, 0, NUM_SEQUENCES)
     assert {text for row in found for text in row} == {f"row {n}" for n in range(25)}
-    assert [window.place.window for window in windows][:3] == [2, 3, 5]
-    report = windows[0].report
-    assert (report.num_rows, report.num_used_rows, report.problems[0].num_rows) == (60, 15, 45)
-    assert "Reading on, as no row here can be used" in caplog.text and "rows.jsonl:1" in caplog.records[0].message
+    assert [window.place.window for window in windows][:4] == [0, 1, 4, 5]
+    report = windows[2].report
+    assert (report.num_rows, report.num_used_rows, report.problems[0].num_rows) == (60, 10, 50)
+    assert "Reading on, as no row here can be used" in caplog.text and "rows.jsonl:41" in caplog.records[0].message
     for window in windows:
         again = stream([tmp_path / "rows.jsonl"], start=find_place([places], "key", window.place.sequence))
         assert again.first_window.place == window.place
         assert texts(again, window.place.sequence, NUM_SEQUENCES) == found[window.place.sequence :]
 
 
-def test_data_without_a_usable_row_ends_it_once_it_is_read(tmp_path: Path):
+def test_data_that_begins_without_a_usable_row_ends_it(tmp_path: Path):
+    """A wrong setting is told at once, and not when all of a large data set has been read."""
+    rows = write(tmp_path / "rows.jsonl", *[{"no": "text"}] * 25, {"text": "too late"})
+    with pytest.raises(DataError, match=r"There is no usable row\. .*rows\.jsonl: 20 rows read, 0 used"):
+        stream([rows])
+    assert texts(stream([rows], buffer_rows=26), 0, 1) == [["too late"]]
+
+
+def test_data_that_has_no_usable_row_any_more_ends_it_once_it_is_read(tmp_path: Path):
     bad = write(tmp_path / "bad.jsonl", *[{"no": "text"}] * 45)
     with pytest.raises(DataError, match=r"There is no usable row\. .*bad\.jsonl: 100 rows read, 0 used"):
-        stream([bad])
+        stream([bad], start=Place(1, 5, [20], [Position()]))
 
 
 def test_a_place_that_cannot_be_written_is_written_later(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 Rows are taken in the order of the files. Of a mix, each next row comes from the data set that is furthest behind its
 proportion. A data set that has been read to its end begins anew, so rows never run out. Where none of a window's rows
-can be used, the window begins after them, unless all the data is like that. For a window
+can be used, the window begins after them, unless it is the first one, or all the data is like that. For a window
 
 1. the rank whose turn it is reads the rows of a data set, and hands every rank its share of them: row i of the window
    is that of rank i modulo their number, which spreads long rows evenly;
@@ -105,7 +105,7 @@ class WindowMaker:
             if report.num_used_rows:
                 break
             num_ends += read.num_ends
-            self._check_unused(report, num_ends, is_first=num_read == self.buffer_rows)
+            self._check_unused(report, place, num_ends)
             place = Place(place.window + 1, place.sequence, num_drawn, read.positions)
         self._keep(place, tables, share, read.positions)
         seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
@@ -226,16 +226,22 @@ class WindowMaker:
             raise DataError(used[0].unlearnable)
         return report
 
-    def _check_unused(self, report: ReadReport, num_ends: NDArray[np.int64], is_first: bool) -> None:
-        """Says of rows none of which can be used that reading goes on, if they are the first such rows.
+    def _check_unused(self, report: ReadReport, place: Place, num_ends: NDArray[np.int64]) -> None:
+        """Says of a window none of whose rows can be used that reading goes on, if it is the first such window.
+
+        The data's very first window ends the run. Then most often a setting is wrong, and to read all the data for that
+        could take days.
 
         Raises:
-            DataError: all the data has been read since the last usable row.
+            DataError: it is the first window, or all the data has been read since the last usable row.
         """
         fix = "Set data.path, data.columns, data.format or data.loss_on"
         if num_ends.min() >= 2:  # the first end may be one of a pass that began before
             raise DataError(f"There is no usable row. {report}\n{fix}.")
-        if is_first and self.processes.is_main:
+        if place.window == 0:
+            more = "or, if only the first rows are like these, a larger data.buffer_rows"
+            raise DataError(f"There is no usable row. {report}\n{fix}, {more}.")
+        if report.num_rows == self.buffer_rows and self.processes.is_main:
             log.warning(f"Reading on, as no row here can be used. {report}\n{fix} if the others are like these.")
 
     def _pack(
