@@ -250,6 +250,14 @@ def test_a_model_whose_rows_are_padded_is_traced_with_one_row_a_sequence() -> No
     assert len(batch_on_meta(Config(), 3).sequence_starts) == 7
 
 
+def test_padded_rows_are_planned_as_long_as_a_table_of_positions() -> None:
+    """BERT has 512 positions. By default rows may have 2,048 tokens, and the run had no plan."""
+    config = Config(training=TrainingConfig(packing=False, max_length=2048))
+    values = {**SHAPE, "max_position_embeddings": 128, "model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64}
+    tracer = trace_config(AutoConfig.for_model(**values), config)
+    assert tracer.ends_use(config, 2).hidden == 2 * 128 * 64 * 2
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "glm4", "olmo2", "qwen3_moe"])
 def test_a_trace_of_patched_classes_launches_nothing(family: str) -> None:
     """A GPU's run patches transformers before it plans: Triton must not get the addresses of meta tensors."""

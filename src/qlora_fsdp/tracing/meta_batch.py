@@ -12,17 +12,20 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 
 
-def batch_on_meta(config: Config, size: int) -> Batch:
+def batch_on_meta(config: Config, size: int, num_positions: int | None = None) -> Batch:
     """A rank's largest micro-batch, on meta. Each sequence has two rows, or one where rows are padded.
 
     Args:
         config: the run's settings.
         size: sequences, or pairs of them where each answer of a pair is a sequence of its own.
+        num_positions: those that the model has embeddings for, if it has such a table. No row is longer.
     """
     if config.has_pairs and config.is_padded:
         size, length = 2 * size, config.training.max_length
     else:
         length = config.slice_length
+    if config.is_padded and num_positions is not None:
+        length = min(length, num_positions)
     num_slices = config.distributed.num_slices
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
     num_rows = size if config.is_padded else 2 * size

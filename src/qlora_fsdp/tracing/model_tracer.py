@@ -32,6 +32,7 @@ from qlora_fsdp.model.adapters.apply import check_no_experts_are_trained_whole
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.model.trials.packing import check_causal, planned_dtype, try_small
 from qlora_fsdp.model.trials.slices import check_slices, whole_attention
@@ -140,7 +141,8 @@ class ModelTracer:
         key = self._key(config, micro_batch_size)
         if key not in self._traces:
             built = self._built(config)
-            batch, computing = batch_on_meta(config, micro_batch_size), self.computing
+            computing, num_positions = self.computing, num_learned_positions(built.model)
+            batch = batch_on_meta(config, micro_batch_size, num_positions)
             with _explained():
                 self._traces[key] = Trace(built.model, batch, computing.is_cuda, computing.liger_kernels)
         return self._traces[key]
