@@ -233,7 +233,12 @@ def test_what_can_not_be_written_with_an_adapter_for_each_expert(bases, stock, o
         assert not (tmp_path / "out").exists()
         return " ".join(capsys.readouterr().err.split())
 
-    assert "experts.down_proj in one tensor for all experts, and vLLM reads" in said("gpt_oss", stock["gpt_oss"])
+    message = said("gpt_oss", stock["gpt_oss"])
+    assert "experts.down_proj in one tensor for all experts, and vLLM reads" in message
+    assert "one scaling for all layers, and the adapter has several. Set write=model." in message
+    alike = peft.LoraConfig(task_type="CAUSAL_LM", target_parameters=["gate_up_proj", "down_proj"])
+    peft.get_peft_model(load(bases["gpt_oss"]), alike).save_pretrained(tmp_path / "alike")
+    assert f"Give it adapter={tmp_path / 'alike'} as it is." in said("gpt_oss", tmp_path / "alike")
     message = said("gpt_oss", stock["gpt_oss"], "quantize=nf4", "base=dequantized", "report_data=/rows")
     for name in ("quantize=nf4", "base=dequantized", "report_data=/rows"):
         assert f"{name} is about a merged model, and write=adapter makes none. Leave" in message

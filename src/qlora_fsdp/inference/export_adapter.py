@@ -48,12 +48,13 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
     sources = {name: stored[name] for name in experts}
     composed = {name: source for name, source in sources.items() if isinstance(source, ComposedTensor)}
     config = peft.LoraConfig.from_pretrained(str(adapter))
-    if not (experts or config.rank_pattern or config.alpha_pattern):
+    has_patterns = bool(config.rank_pattern or config.alpha_pattern)
+    if not experts and not has_patterns:
         raise AdapterError(
             f"adapter={adapter} has no adapters of experts and one scaling for all layers, so vLLM reads it as it is. "
             "Give it that."
         )
-    _check(trained, adapter, experts, composed)
+    _check(trained, adapter, experts, composed, has_patterns)
     if out.is_dir() and any(out.iterdir()):
         raise RunFolderError(f"out={out} is not empty. Set out to a new folder.")
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
@@ -122,13 +123,20 @@ def _expert_names(trained: AssembledModel) -> dict[str, str]:
 
 
 def _check(
-    trained: AssembledModel, adapter: Path, experts: dict[str, Change], composed: dict[str, ComposedTensor]
+    trained: AssembledModel,
+    adapter: Path,
+    experts: dict[str, Change],
+    composed: dict[str, ComposedTensor],
+    has_patterns: bool,
 ) -> None:
     whole = [name for name in experts if name not in composed or composed[name].is_transposed]
     if whole:
+        fix = f"Give it adapter={adapter} as it is."
+        if has_patterns:
+            fix = "It takes one scaling for all layers, and the adapter has several. Set write=model."
         raise AdapterError(
             f"write=adapter: {trained.files.folder} has {whole[0]} in one tensor for all experts, and vLLM reads "
-            f"adapters as the base's files are. Give it adapter={adapter} as it is."
+            f"adapters as the base's files are. {fix}"
         )
     modules = _expert_names(trained)
     adapted = {modules[name] for name in experts}
