@@ -235,12 +235,10 @@ class WindowMaker:
         Raises:
             DataError: it is the first window, or all the data has been read since the last usable row.
         """
-        fix = "Set data.path, data.columns, data.format or data.loss_on"
-        if num_ends.min() >= 2:  # the first end may be one of a pass that began before
-            raise DataError(f"There is no usable row. {report}\n{fix}.")
-        if place.window == 0:
-            more = "or, if only the first rows are like these, a larger data.buffer_rows"
-            raise DataError(f"There is no usable row. {report}\n{fix}, {more}.")
+        fix, is_all = "Set data.path, data.columns, data.format or data.loss_on", num_ends.min() >= 2
+        if is_all or place.window == 0:  # the first of two ends may be one of a pass that began before
+            more = "" if is_all else ", or, if only the first rows are like these, a larger data.buffer_rows"
+            raise DataError(f"There is no usable row. {report}\n{fix}{more}.")
         if report.num_rows == self.buffer_rows and self.processes.is_main:
             log.warning(f"Reading on, as no row here can be used. {report}\n{fix} if the others are like these.")
 

@@ -1,7 +1,7 @@
 """Dequantize the next weight while a product runs with the one before it, in what is recorded as a CUDA graph.
 
-Dequantization waits for memory, and a product for the multiprocessors' arithmetic. One after the other, they take a
-quarter of a short micro-batch for dequantization. But a product leaves multiprocessors idle at its end, when fewer
+Dequantization waits for memory, and a product for the multiprocessors' arithmetic. Where one follows the other, a
+quarter of a short micro-batch is dequantization. But a product leaves multiprocessors idle at its end, when fewer
 tiles are left than there are multiprocessors, and so do the small kernels between two products. So the next weight is
 dequantized on a second stream of lower priority: its kernels take what the first stream leaves. They are the same
 kernels, and give the same bits. docs/decisions.md has what that gains.
