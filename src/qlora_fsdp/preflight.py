@@ -34,7 +34,7 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.expected_tokens import expect_tokens
-from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
+from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.longest import describe_longest
 from qlora_fsdp.memory.plan import GIB
@@ -48,7 +48,7 @@ from qlora_fsdp.memory.show import (
     speed_text,
     table,
 )
-from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
+from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second
 from qlora_fsdp.memory.suggest import Change, cheapest_changes
 from qlora_fsdp.memory.workload import Workload
 
@@ -219,16 +219,17 @@ def _check(config: Config, hardware: Hardware) -> None:
 
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines to print, and what preflight.json holds."""
-    plan, gpu = choice.plan, hardware.gpu
+    plan, gpu = use_spare(choice, target).plan, hardware.gpu
     work, config = plan.work, plan.work.config
-    speed = tokens_per_second(work, plan.policies, gpu)
+    speed = planned_tokens_per_second(plan, gpu)
     num_tokens, source = expect_tokens(config, work.num_micro_batches * work.num_tokens * work.num_ranks)
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
     model = f"{_name(config)} ({show_size(work.parts.num_parameters)} parameters)"
+    used = f" ({plan.needed / GIB:.2f} with what it uses to be faster)" if plan.num_kept_dequantized else ""
     lines = [
-        f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {plan.needed / GIB:.2f} GiB a GPU, and "
-        f"{target / GIB:.2f} GiB of {gpu.gib:g} can be had",
+        f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {choice.plan.needed / GIB:.2f} GiB a GPU{used}, "
+        f"and {target / GIB:.2f} GiB of {gpu.gib:g} can be had",
         *([f"The GPUs: {hardware.note}"] if hardware.note else []),
         f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.sequence_length} "
         f"tokens{describe_slices(config)}, {work.num_micro_batches} a step; {describe_choice(plan)}",

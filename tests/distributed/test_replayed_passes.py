@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
+from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training import train_adapter
 from qlora_fsdp.training.capture import captured, graphs
@@ -84,8 +84,8 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None) -> Trained:
 
     def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
         eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
-        ahead = DequantizeAhead(prepared.model, processes.device)
-        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, float("inf"), ahead)
+        reader = WeightReader(prepared.model, processes.device, prepared.model.layers[1:])
+        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, float("inf"), reader)
 
     with ExitStack() as stack:
         for module, name, value in (

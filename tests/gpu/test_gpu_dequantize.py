@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from qlora_fsdp.layers import Format
-from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
+from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from tests.helpers.experts import make_experts
 from tests.helpers.quantized import make_quantized
 from tests.helpers.ranks import once, run_ranks
@@ -83,8 +83,9 @@ def test_parts_of_experts_are_dequantized_by_triton_and_attention_by_bitsandbyte
     assert by_bitsandbytes > 0 and by_triton > 0
 
 
-def test_weights_of_a_graph_are_dequantized_beside_products():
-    """In a graph that has the second stream, with the same bits."""
+@pytest.mark.parametrize("num_kept", [0, 2, 4])
+def test_weights_of_a_graph_are_dequantized_beside_products(num_kept: int):
+    """In a graph that has the second stream, with the same bits, also where the weights stay until backward."""
     torch.manual_seed(0)
     weights = torch.randn(4, 2048, 2048, device="cuda").bfloat16()
     layers = torch.nn.Sequential(*(make_quantized(weight, Format("nf4", True)) for weight in weights))
@@ -94,12 +95,12 @@ def test_weights_of_a_graph_are_dequantized_beside_products():
         (grad,) = torch.autograd.grad(layers(x).sum(), x)
         return grad
 
-    ahead = DequantizeAhead(layers, x.device)
-    with ahead.noting():
+    reader = WeightReader(layers, x.device, layers[4 - num_kept :])
+    with reader.noting():
         expected = compute()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)), ahead.reading():
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)), reader.reading():
         found = compute()
     graph.replay()
     torch.cuda.synchronize()
-    assert ahead.order == [*layers, *reversed(layers)] and torch.equal(found, expected)
+    assert reader.order == [*layers, *reversed(layers)] and torch.equal(found, expected)

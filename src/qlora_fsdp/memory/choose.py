@@ -21,7 +21,7 @@ from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies, plans_of_policies
 from qlora_fsdp.memory.model_bytes import ModelBytes
-from qlora_fsdp.memory.plan import GIB, MemoryPlan, dequantizing_ahead
+from qlora_fsdp.memory.plan import GIB, MemoryPlan, with_spare_used
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -29,7 +29,7 @@ from qlora_fsdp.memory.workload import Workload
 MAX_TOKENS, CPU_TOKENS = 2**15, 2**11
 CLOSE = 0.01  # a plan whose predicted speed is this close to the best counts as equally fast
 MARGIN = 0.05  # share of the free memory that is not planned with
-SPARE = 0.10  # share of the target that whole copies must leave free: a split base would need less
+SPARE = 0.10  # share of the target that is left free by what a run can do without: whole copies, kept weights
 TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
 
 
@@ -60,21 +60,12 @@ class Choice:
 def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice:
     """The fastest plan that needs at most `target` bytes per GPU, less some room; the smallest plan if none fits.
 
-    Weights are dequantized ahead where what was chosen leaves room for that. Nothing else is given up for it.
-
     Args:
         work: its micro-batch size is kept unless `training.micro_batch_size` is auto.
         target: bytes that the run may use, libraries included.
         gpu: its rates predict the speed.
         host: bytes of host memory that the ranks of a host may use together.
     """
-    choice = _choose_sharing(work, target, gpu, host)
-    ahead = dequantizing_ahead(choice.plan)
-    return replace(choice, plan=ahead) if choice.fits and ahead.needed <= target else choice
-
-
-def _choose_sharing(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
-    """The same, without weights that are dequantized ahead."""
     alone = _choose_strategy(work, target, gpu, host)
     if alone.fits or alone.plan.needed_in("load") > target:  # sharing a sequence makes no weights smaller
         return alone
@@ -87,6 +78,16 @@ def _choose_sharing(work: Workload, target: float, gpu: Gpu, host: float) -> Cho
             sharing = f"{num_slices} GPUs share each sequence (distributed.context_parallel=auto): {why}"
             return replace(choice, sharing=sharing)
     return alone
+
+
+def use_spare(choice: Choice, target: float) -> Choice:
+    """The same choice, which spends memory that is left over on dequantizing less, where a graph can.
+
+    Weights are dequantized ahead if the run still fits the target, and kept until backward within a share of it.
+    """
+    if not choice.fits:
+        return choice
+    return replace(choice, plan=with_spare_used(choice.plan, target, target * (1 - SPARE)))
 
 
 def ways_to_share(work: Workload) -> Iterator[Workload]:
@@ -209,11 +210,13 @@ def with_tiles(work: Workload) -> Workload | None:
 
 
 def describe_choice(plan: MemoryPlan) -> str:
-    """Describe the choice: the activation policies, and whether layers stay gathered."""
+    """Describe the choice: the activation policies, and what else stays from forward to backward."""
     stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
     tile = plan.work.config.memory.num_tile_tokens
     tiles = "" if tile is None else f", MLPs in tiles of {tile:,} tokens"
-    return f"activations {describe_policies(plan.policies)}{tiles}{stays}"
+    number = plan.num_kept_dequantized
+    kept = f", dequantized weights of {number} layers kept until backward" if number else ""
+    return f"activations {describe_policies(plan.policies)}{tiles}{stays}{kept}"
 
 
 def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:

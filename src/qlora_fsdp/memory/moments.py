@@ -24,11 +24,41 @@ from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
 
+
+class DequantizedWeights:
+    """The dequantized weights that are there at a time (layers/quantized/weight_reader.py).
+
+    Args:
+        work: the run that is planned.
+        num_kept: layers, the last ones, whose weights are kept from forward to backward; None if no weight is even
+            dequantized ahead.
+    """
+
+    def __init__(self, work: Workload, num_kept: int | None = None) -> None:
+        layers = work.layers
+        first_kept = len(layers) - (num_kept or 0)
+        self.kept = [layer.dequantized * (index >= first_kept) for index, layer in enumerate(layers)]
+        self.ahead = [layer.ahead * (num_kept is not None) for layer in layers]
+        self.is_freed = work.uses_fsdp and work.reshards  # each layer, after its forward
+
+    def kept_before(self, index: int) -> int:
+        """Bytes that are kept of the layers before one."""
+        return sum(self.kept[:index])
+
+    def at(self, index: int, own: int) -> int:
+        """Bytes while a layer runs, forward or backward, whose products use `own` bytes at a time."""
+        return self.kept_before(index) + max(own, self.kept[index]) + self.ahead[index]
+
+    def at_turn(self) -> int:
+        """Bytes between forward and backward. The weight that comes first then is there, unless its layer was freed."""
+        return sum(self.kept) + (0 if self.kept[-1] or self.is_freed else self.ahead[-1])
+
+
 WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 
 
 def forward_moments(
-    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], ahead: bool = False
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], weights: DequantizedWeights
 ) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
@@ -43,7 +73,7 @@ def forward_moments(
         work: the run that is planned.
         model: the bytes of its parameters.
         uses: what each layer takes.
-        ahead: whether the next weight is dequantized while one is used.
+        weights: the weights that are dequantized at each moment.
     """
     ends = work.ends
     # The model's own code holds the first layer's input until forward ends, whether that layer keeps it or not.
@@ -60,6 +90,7 @@ def forward_moments(
     yield {
         "gathered": model.running_layer + model.flat(model.gathered_layer),
         "activations": always + sum(use.saved for use in uses[:-1]) + ends.hidden,
+        "dequantized": weights.kept_before(len(uses) - 1),
         "workspace": WORKSPACE,
     }
     # One of the last layers runs.
@@ -70,14 +101,14 @@ def forward_moments(
         yield {
             "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
             "gathered": model.running_layer + model.ahead_in_forward(num_after),
-            "dequantized": dequantized + (work.layers[index].ahead if ahead else 0),
+            "dequantized": weights.at(index, dequantized),
             "workspace": WORKSPACE,
         }
     # The head is gathered.
     at_head: BytesByPart = {
         "activations": always + sum(use.saved for use in uses) + ends.hidden,
         "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
-        "dequantized": _at_turn(work, ahead),
+        "dequantized": weights.at_turn(),
         "workspace": WORKSPACE,
     }
     yield at_head
@@ -90,7 +121,7 @@ def forward_moments(
 
 
 def backward_moments(
-    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], gradients_stay: bool, ahead: bool = False
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], gradients_stay: bool, weights: DequantizedWeights
 ) -> Iterator[BytesByPart]:
     """What each moment of backward needs beyond the resident parts.
 
@@ -103,7 +134,7 @@ def backward_moments(
         uses: what each layer takes.
         gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
             backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
-        ahead: whether the next weight is dequantized while one is used.
+        weights: the weights that are dequantized at each moment.
     """
     num_copies = 1 if work.uses_fsdp else 0
     ends = work.ends
@@ -116,7 +147,7 @@ def backward_moments(
         + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
         + model.ahead_in_backward(len(uses)),
         "loss": ends.loss_backward,
-        "dequantized": _at_turn(work, ahead),
+        "dequantized": weights.at_turn(),
         "workspace": WORKSPACE,
     }
     reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
@@ -132,7 +163,7 @@ def backward_moments(
             "activations": ends.shared + sum(uses[index].host) + returning[index] + kept + beyond - dequantized,
             "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
-            "dequantized": dequantized + (work.layers[index].ahead if ahead else 0),
+            "dequantized": weights.at(index, dequantized),
             "workspace": WORKSPACE,
         }
         kept -= uses[index].saved
@@ -147,8 +178,3 @@ def backward_moments(
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
-
-
-def _at_turn(work: Workload, ahead: bool) -> int:
-    """Bytes of the weight with which backward will begin, which is dequantized ahead unless its layer was freed."""
-    return work.layers[-1].ahead if ahead and not (work.uses_fsdp and work.reshards) else 0

@@ -19,6 +19,7 @@ docs/plan-validation.md compares the plan with what runs on GPUs took.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ from qlora_fsdp.common.sizes import (
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
-from qlora_fsdp.memory.moments import WORKSPACE, backward_moments, forward_moments
+from qlora_fsdp.memory.moments import WORKSPACE, DequantizedWeights, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.slots import generation_bytes
 from qlora_fsdp.memory.traced import LayerUse
@@ -72,7 +73,8 @@ class MemoryPlan:
         beside_graph: bytes that evaluations and the optimizer need beside the memory that a CUDA graph keeps; 0 if
             micro-batches are not recorded as one.
         dequantizes_ahead: whether a graph dequantizes a weight while the one before it is used
-            (layers/quantized/ahead.py), so that there are two at a time.
+            (layers/quantized/weight_reader.py), so that there are two at a time.
+        num_kept_dequantized: layers, the last ones, whose dequantized weights a graph keeps from forward to backward.
     """
 
     work: Workload
@@ -82,6 +84,7 @@ class MemoryPlan:
     pinned: int
     beside_graph: int = 0
     dequantizes_ahead: bool = False
+    num_kept_dequantized: int = 0
 
     def tensor_bytes(self, phase: str) -> int:
         """Most bytes that tensors take in a phase: what `torch.cuda.max_memory_allocated` will say."""
@@ -142,21 +145,38 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
     return partial(_plan, work, ModelBytes(work))
 
 
-def dequantizing_ahead(plan: MemoryPlan) -> MemoryPlan:
-    """The plan of the same run that dequantizes weights ahead; the same plan if it records no graph that could."""
+def with_spare_used(plan: MemoryPlan, ahead_within: float, kept_within: float) -> MemoryPlan:
+    """The plan of the same run with what a graph can do against dequantization; the same plan if it can't.
+
+    Args:
+        plan: a run whose micro-batches may be recorded as a graph.
+        ahead_within: bytes that it may need in all with weights that are dequantized ahead.
+        kept_within: the same with weights that are kept besides, of as many layers as there is room for.
+    """
     if plan.beside_graph == 0 or not any(layer.ahead for layer in plan.work.layers):
         return plan
-    return _plan(plan.work, ModelBytes(plan.work), plan.policies, ahead=True)
+    model = ModelBytes(plan.work)
+    ahead = _plan(plan.work, model, plan.policies, num_kept=0)
+    if ahead.needed > ahead_within:
+        return plan
+    most = plan.work.num_layers if plan.work.config.memory.keep_dequantized else 0
+    keeping = [partial(_plan, plan.work, model, plan.policies, num_kept) for num_kept in range(1, most + 1)]
+    num_kept = bisect_right(keeping, kept_within, key=lambda make: make().needed)
+    return keeping[num_kept - 1]() if num_kept else ahead
 
 
-def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], ahead: bool = False) -> MemoryPlan:
+def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kept: int | None = None) -> MemoryPlan:
+    """The plan for these policies, and with a number of layers whose dequantized weights are kept; None for none.
+
+    A number, also 0, says that weights are dequantized ahead.
+    """
     has_graph, uses = is_captured(work, policies), work.layer_uses(policies)
     resident = model.resident(with_training=True)
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
     largest = _passes(work, model, uses, resident)
-    if ahead:  # the first steps have no graph; a graph sums gradients over ranks each time, and keeps none whole
-        in_graph = _passes(work, model, uses, resident | {"gradients": model.shard.adapters}, ahead=True)
+    if num_kept is not None:  # the first steps have no graph; a graph sums gradients over ranks each time
+        in_graph = _passes(work, model, uses, resident | {"gradients": model.shard.adapters}, num_kept)
         largest = {phase: _largest((largest[phase], in_graph[phase])) for phase in largest}
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
@@ -165,15 +185,16 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], ahead: 
     }
     host, pinned = _host(work, model, uses)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
-    return MemoryPlan(work, tuple(policies), phases, host, pinned, beside, ahead)
+    return MemoryPlan(work, tuple(policies), phases, host, pinned, beside, num_kept is not None, num_kept or 0)
 
 
 def _passes(
-    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], resident: BytesByPart, ahead: bool = False
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], resident: BytesByPart, num_kept: int | None = None
 ) -> dict[str, BytesByPart]:
     """Bytes by part at the peaks of forward and backward."""
-    forward = forward_moments(work, model, uses, ahead)
-    backward = backward_moments(work, model, uses, gradients_stay=resident["gradients"] > 0, ahead=ahead)
+    weights = DequantizedWeights(work, num_kept)
+    forward = forward_moments(work, model, uses, weights)
+    backward = backward_moments(work, model, uses, gradients_stay=resident["gradients"] > 0, weights=weights)
     return {
         "forward": _largest(_add(resident, moment) for moment in forward),
         "backward": _largest(_add(resident, moment) for moment in backward),

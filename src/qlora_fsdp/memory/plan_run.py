@@ -14,7 +14,7 @@ from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import choose, describe_choice
+from qlora_fsdp.memory.choose import choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies, fixed_policies
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
@@ -124,7 +124,7 @@ def plan_run(
         machine.can_read_peers,
     )
     host = machine.host_available if machine.is_cuda else math.inf
-    choice = choose(work, machine.target, machine.gpu, host)
+    choice = use_spare(choose(work, machine.target, machine.gpu, host), machine.target)
     plan, lines = choice.plan, []
     _check_weights(plan, machine)
     _check_host(plan, machine)

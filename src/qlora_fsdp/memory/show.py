@@ -10,7 +10,7 @@ from qlora_fsdp.memory.choose import Choice
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
-from qlora_fsdp.memory.speed import load_seconds, tokens_per_second, waiting_share
+from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second, waiting_share
 from qlora_fsdp.memory.suggest import Change, whole_copies
 from qlora_fsdp.memory.workload import Workload
 
@@ -67,7 +67,7 @@ def speed_text(plan: MemoryPlan, gpu: Gpu) -> str:
     """Tokens per second of all GPUs together, and of one."""
     is_slower = plan.work.config.training.precision is Dtype.float32
     caveat = " in bfloat16, several times as fast as float32" if is_slower else ""
-    speed = tokens_per_second(plan.work, plan.policies, gpu)
+    speed = planned_tokens_per_second(plan, gpu)
     return f"Speed: {speed:,.0f} tokens/s in all ({speed / plan.work.num_ranks:,.0f} per GPU){caveat}"
 
 
@@ -130,6 +130,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "micro_batch_size": plan.work.micro_batch_size,
         "sharding_strategy": plan.work.config.fsdp.sharding_strategy.value,
         "reshard_after_forward": plan.work.reshards,
+        "layers_kept_dequantized": plan.num_kept_dequantized,
         "host_gib_rank_0": _gib_values(plan.host),
         "pinned_gib_a_rank": round(plan.pinned / GIB, 3),
     }

@@ -23,6 +23,7 @@ PRODUCTS = 0.66  # share of the datasheet's FLOP/s that matrix products reach
 PRODUCTS_FP8 = 0.60  # the same in fp8
 ATTENTION = 0.45  # share of the datasheet's FLOP/s, in 16 bits, that attention reaches
 MOVING = 0.5  # share of the memory's bandwidth that all else reaches: norms, gates, dequantization, copies of layers
+DEQUANTIZING = 1.25  # bytes read and written for a byte of a dequantized 16-bit weight
 LAUNCH_SECONDS = 2.4e-3  # time of Python to start the kernels of a layer's forward; backward takes twice as long
 FSDP_LAUNCH_SECONDS = 0.7e-3  # added to that under FSDP
 REPLAY_SECONDS = 2e-3  # to start a micro-batch that is recorded as a CUDA graph, whatever is in it
@@ -37,9 +38,10 @@ OPTIMIZER_PASSES = 8  # over trained parameters: AdamW reads four tensors and wr
 HOST_ADAM_GB_S = 10.0  # per rank whose optimizer state is in host memory
 
 
-def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
+def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu, num_kept: int = 0) -> float:
     """Seconds of an optimizer step: what the GPU computes, or what Python takes to start it, whichever is longer."""
-    seconds = max(_gpu_seconds(work, policies, gpu), _launch_seconds(work, policies)) * work.num_micro_batches
+    computing = _gpu_seconds(work, policies, gpu) - _saved_seconds(work, num_kept, gpu)
+    seconds = max(computing, _launch_seconds(work, policies)) * work.num_micro_batches
     trained = sum(sum_bytes(kind.tensors).adapters for kind in work.layers) / work.num_shards
     rate = HOST_ADAM_GB_S if work.config.fsdp.cpu_offload else gpu.memory_gb_s
     return seconds + OPTIMIZER_PASSES * trained / (rate * 1e9)
@@ -50,10 +52,15 @@ def waiting_share(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float
     return max(0.0, 1 - _gpu_seconds(work, policies, gpu) / _launch_seconds(work, policies))
 
 
-def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
-    """Tokens per second of all GPUs together."""
+def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu, num_kept: int = 0) -> float:
+    """Tokens per second of all GPUs together, if the dequantized weights of `num_kept` layers stay until backward."""
     tokens = work.num_tokens * work.num_micro_batches * work.num_ranks
-    return tokens / step_seconds(work, policies, gpu)
+    return tokens / step_seconds(work, policies, gpu, num_kept)
+
+
+def planned_tokens_per_second(plan: MemoryPlan, gpu: Gpu) -> float:
+    """The same of a run as it is planned."""
+    return tokens_per_second(plan.work, plan.policies, gpu, plan.num_kept_dequantized)
 
 
 def load_seconds(plan: MemoryPlan) -> dict[str, float]:
@@ -78,6 +85,12 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
         if key not in seconds:
             seconds[key] = _layer_seconds(work, index, key[1], gpu)
     return sum(seconds[key] for key in work.keys(policies)) + _ends_seconds(work, gpu)
+
+
+def _saved_seconds(work: Workload, num_kept: int, gpu: Gpu) -> float:
+    """Seconds of a micro-batch that backward of the last layers does not need to dequantize weights."""
+    num_bytes = sum(layer.dequantized for layer in work.layers[work.num_layers - num_kept :])
+    return DEQUANTIZING * num_bytes / (gpu.memory_gb_s * 1e9 * MOVING)
 
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:

@@ -116,13 +116,15 @@ class LayerKind:
     Attributes:
         tensors: the parameters of one of them.
         largest_weight: bytes of the largest of them in the dtype of products.
-        ahead: most bytes that a weight takes which is dequantized before it is used (layers/quantized/ahead.py).
+        ahead: most bytes that a weight takes which is dequantized before it is used.
+        dequantized: bytes of all its weights that are dequantized for products, but not of experts.
         num_quantized: weights that are quantized: of linear layers, and of all experts together.
     """
 
     tensors: tuple[Tensor, ...]
     largest_weight: int
     ahead: int
+    dequantized: int
     num_quantized: int
 
 

@@ -76,11 +76,12 @@ def _cached_values(config: PretrainedConfig) -> int:
 def _layer_kind(layer: nn.Module) -> LayerKind:
     linears = [module for module in layer.modules() if isinstance(module, QuantizedLinear)]
     experts = [module for module in layer.modules() if isinstance(module, QuantizedExpertWeight)]
-    sizes = [module.out_features * module.in_features * module.compute_dtype.itemsize for module in linears]
+    dequantized = [module for module in linears if isinstance(module.matmul, DequantizedMatmul)]
     return LayerKind(
         tensors=tuple(_tensors([layer], [], [])),
-        largest_weight=max(sizes, default=0),
-        ahead=max((m.dequantized_bytes for m in linears if isinstance(m.matmul, DequantizedMatmul)), default=0),
+        largest_weight=max((module.weight_bytes for module in linears), default=0),
+        ahead=max((module.dequantized_bytes for module in dequantized), default=0),
+        dequantized=sum(module.weight_bytes for module in dequantized),
         num_quantized=len(linears) + len(experts),
     )
 

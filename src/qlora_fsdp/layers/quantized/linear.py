@@ -27,7 +27,7 @@ class QuantizedLinear(StoredWeight, nn.Linear):
     Attributes:
         matmul: computes products with the weight. One call may compute several layers that have the same input, such
             as q, k and v, if all of them have the same kind of `Matmul`.
-        reader: what dequantizes the weight where it is read; None for the layer itself (ahead.py).
+        reader: what dequantizes the weight where it is read; None for the layer itself (weight_reader.py).
     """
 
     matmul: Matmul = DequantizedMatmul()
@@ -58,10 +58,15 @@ class QuantizedLinear(StoredWeight, nn.Linear):
         return self.dequantize() if self.reader is None else self.reader(self)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the dequantized weight."""
+        return self.out_features * self.in_features * self.compute_dtype.itemsize
+
+    @property
     def dequantized_bytes(self) -> int:
         """Bytes that the dequantized weight takes, with the scales that are made on the way."""
         num_scales = self.out_features * (self.in_features // self.blocksize) if self.format.double_quant else 0
-        return self.out_features * self.in_features * self.compute_dtype.itemsize + 4 * num_scales
+        return self.weight_bytes + 4 * num_scales
 
     def absmax(self) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, blocks]."""

@@ -41,7 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
+from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
@@ -71,7 +71,7 @@ class CapturedPasses:
         processes: all ranks take part.
         peaks: what the phases of a micro-batch have taken.
         limit: bytes that torch's allocator may hold.
-        ahead: dequantizes weights beside products in graphs; None if there is no room for two at a time.
+        reader: dequantizes weights beside products in graphs; None if there is no room for two at a time.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class CapturedPasses:
         processes: Processes,
         peaks: PhasePeaks,
         limit: float,
-        ahead: DequantizeAhead | None = None,
+        reader: WeightReader | None = None,
     ) -> None:
-        self.ahead = ahead
+        self.reader = reader
         self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
         self.device = processes.device
         is_sharded = isinstance(eager.model, FSDPModule)
@@ -182,8 +182,9 @@ class CapturedPasses:
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
         missing, reason = self._missing_bytes(), self.steps.reason
-        if self.ahead is not None and missing + self.ahead.num_bytes > 0:
-            self.ahead = None
+        if self.reader is not None:
+            self.reader.keep_within(-missing)
+            self.reader = self.reader if self.reader.ahead_bytes <= -missing else None
         if reason is None and self.peaks.num_retries:
             reason = "memory is short"
         if reason is None and missing > 0:
@@ -199,7 +200,7 @@ class CapturedPasses:
             warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}.*")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                with nullcontext() if self.ahead is None else self.ahead.noting():
+                with nullcontext() if self.reader is None else self.reader.noting():
                     loss = self.eager.run(batch, is_last)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
@@ -209,24 +210,22 @@ class CapturedPasses:
         return loss
 
     def _record(self, compute: Callable[[Batch], Tensor], key: Key, batch: Batch) -> Recorded:
-        def compute_ahead(roomy: Batch) -> Tensor:
-            with nullcontext() if self.ahead is None else self.ahead.reading():
-                return compute(roomy)
-
-        return record(compute_ahead, with_room(batch, key, self.device), self.eager.model, self.pool)
+        return record(compute, with_room(batch, key, self.device), self.eager.model, self.pool)
 
     def _train(self, batch: Batch) -> Tensor:
         """What the graph of a step's micro-batch holds."""
         set_gradient_sync(self.eager.model, enabled=True)
-        self.peaks.enter("forward")
-        loss: Tensor = self.eager.model(batch) * self.scale
-        self.peaks.enter("backward")
-        loss.backward()
+        with nullcontext() if self.reader is None else self.reader.reading():
+            self.peaks.enter("forward")
+            loss: Tensor = self.eager.model(batch) * self.scale
+            self.peaks.enter("backward")
+            loss.backward()
         return loss.detach()
 
     def _evaluate(self, batch: Batch) -> Tensor:
         """What the graph of held-out rows holds."""
-        loss: Tensor = self.eager.model(batch)
+        with nullcontext() if self.reader is None else self.reader.reading(keeps=False):
+            loss: Tensor = self.eager.model(batch)
         free_gathered(self.eager.model)
         return loss
 
@@ -251,6 +250,8 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
         return eager
     outside = 0 if plan is None else plan.library_bytes
     limit = math.inf if config.memory.target_gib is None else prepared.machine.target - outside
+    layers = prepared.model.layers
+    keeping = [] if plan is None else layers[len(layers) - plan.num_kept_dequantized :]
     has_room = plan is None or plan.dequantizes_ahead
-    ahead = DequantizeAhead(prepared.model, processes.device) if has_room else None
-    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, ahead)
+    reader = WeightReader(prepared.model, processes.device, keeping) if has_room else None
+    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, reader)

@@ -1,4 +1,4 @@
-"""Weights that are dequantized one ahead: which ones, when, and that the results are the same."""
+"""Weights that are dequantized one ahead, and kept: which ones, when, and that the results are the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 
 from qlora_fsdp.layers import Format, QuantizedLinear
-from qlora_fsdp.layers.quantized import ahead
-from qlora_fsdp.layers.quantized.ahead import DequantizeAhead
+from qlora_fsdp.layers.quantized import weight_reader
+from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
 
@@ -41,15 +41,19 @@ def run(layers: nn.Module) -> tuple[list[str], Tensor]:
     return done, x.grad
 
 
+def forget_hooks(layers: nn.Module) -> None:
+    for layer in layers:
+        layer._forward_hooks.clear()
+        layer._backward_hooks.clear()
+
+
 def test_a_weight_is_dequantized_before_the_product_with_the_one_before_it(layers: nn.Sequential):
-    reader = DequantizeAhead(layers, CPU)
+    reader = WeightReader(layers, CPU)
     with reader.noting():
         one_by_one, expected = run(layers)
     assert one_by_one[:4] == ["dequantize 0", "product 0", "dequantize 1", "product 1"]
     assert reader.order == [*layers, *reversed(layers)]
-    for layer in layers:
-        layer._forward_hooks.clear()
-        layer._backward_hooks.clear()
+    forget_hooks(layers)
     with reader.reading():
         one_ahead, found = run(layers)
     assert one_ahead == [
@@ -61,7 +65,7 @@ def test_a_weight_is_dequantized_before_the_product_with_the_one_before_it(layer
 
 
 def test_what_reads_in_another_order_dequantizes_for_itself(layers: nn.Sequential):
-    reader, first, last = DequantizeAhead(layers, CPU), layers[0], layers[2]
+    reader, first, last = WeightReader(layers, CPU), layers[0], layers[2]
     with reader.noting():
         assert torch.equal(first.weight, first.dequantize())
         assert torch.equal(last.weight, last.dequantize())
@@ -73,12 +77,12 @@ def test_what_reads_in_another_order_dequantizes_for_itself(layers: nn.Sequentia
 
 def test_rows_that_other_ranks_have_are_not_read_ahead(layers: nn.Sequential):
     """As where FSDP has not gathered the next layer yet (test_replayed_passes.py does it with FSDP)."""
-    reader, read = DequantizeAhead(layers, CPU), []
+    reader, read = WeightReader(layers, CPU), []
     with reader.noting():
         run(layers)
     dequantize = QuantizedLinear.dequantize
     with (
-        patch.object(ahead, "_is_whole", lambda layer: layer is not layers[1]),
+        patch.object(weight_reader, "_is_whole", lambda layer: layer is not layers[1]),
         patch.object(QuantizedLinear, "dequantize", lambda layer: read.append(layer) or dequantize(layer)),
         reader.reading(),
     ):
@@ -90,8 +94,41 @@ def test_rows_that_other_ranks_have_are_not_read_ahead(layers: nn.Sequential):
 
 
 def test_the_memory_of_the_second_weight_counts_its_scales(layers: nn.Sequential):
-    reader = DequantizeAhead(layers, CPU)
-    assert reader.num_bytes == 0  # nothing was noted
+    reader = WeightReader(layers, CPU)
+    assert reader.ahead_bytes == 0  # nothing was noted
     with reader.noting():
         run(layers)
-    assert reader.num_bytes == 64 * 64 * 4 + 64 * 4
+    assert reader.ahead_bytes == 64 * 64 * 4 + 64 * 4
+
+
+def test_kept_weights_are_dequantized_once(layers: nn.Sequential):
+    reader = WeightReader(layers, CPU, keeping=layers[1:])
+    with reader.noting():
+        _, expected = run(layers)
+    forget_hooks(layers)
+    with reader.reading():
+        done, found = run(layers)
+    assert done == [
+        *("dequantize 0", "dequantize 1", "product 0", "dequantize 2", "product 1", "product 2"),
+        *("gradient 2", "dequantize 0", "gradient 1", "gradient 0"),
+    ]
+    assert torch.equal(found, expected)
+    forget_hooks(layers)
+    with reader.reading(keeps=False), torch.no_grad():
+        for layer in layers:
+            assert torch.equal(layer.weight, layer.dequantize())
+            assert len(reader._ready) == 1  # the next one alone
+    with reader.reading():
+        assert not reader._ready
+
+
+@pytest.mark.parametrize(("num_weights", "num_kept"), [(-1, 0), (0, 0), (0.9, 0), (1, 1), (1.9, 1), (2, 2), (3, 2)])
+def test_the_last_weights_that_are_read_again_are_kept_as_far_as_there_is_room(
+    layers: nn.Sequential, num_weights: float, num_kept: int
+):
+    reader = WeightReader(layers, CPU, keeping=layers)
+    with reader.noting(), torch.no_grad():
+        for index in (0, 1, 2, 2, 1):  # the first one is not read again
+            layers[index](torch.ones(1, 64))
+    reader.keep_within(reader.ahead_bytes + num_weights * layers[0].weight_bytes)
+    assert reader.kept == list(layers[3 - num_kept :])
