@@ -21,11 +21,13 @@ from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.memory import ladders
 from qlora_fsdp.memory.choose import (
     CLOSE,
+    MARGIN,
     SPARE,
     TILE_TOKENS,
     choose,
     describe_choice,
     micro_batch_sizes,
+    use_spare,
     ways_to_share,
     with_strategy,
 )
@@ -36,7 +38,7 @@ from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
-from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
+from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.adapters.apply import apply_adapters
@@ -187,11 +189,59 @@ MEASURED_READING_PEERS = [
 def test_gpus_that_read_peers_take_what_was_measured(num_ranks, model, length, size, global_size, more, phases, speed):
     settings = [f"model={model}", f"training.max_length={length}", f"training.global_batch_size={global_size}"]
     settings += [f"training.micro_batch_size={size}", "memory=keep", "lora.r=16", *RECORDED, *more]
-    plan = choose(workload(*settings, num_ranks=num_ranks, can_read_peers=True), 140 * GIB, H200).plan
+    settings += ["memory.keep_dequantized=false"]
+    work = workload(*settings, num_ranks=num_ranks, can_read_peers=True)
+    plan = use_spare(choose(work, 140 * GIB, H200), 140 * GIB).plan
     measured = dict(zip(("load", "forward", "backward", "step"), phases, strict=True))
     assert {phase: plan.tensor_bytes(phase) / GIB for phase in measured} == pytest.approx(measured, abs=0.08)
     if speed is not None:
         assert tokens_per_second(plan.work, plan.policies, H200) / num_ranks == pytest.approx(speed, rel=0.12)
+
+
+# The same with dequantized weights kept until backward, of as many layers as there was room for, on H100s.
+MEASURED_KEEPING_DEQUANTIZED = [
+    (1, "llama3-8b", 512, 1, 1, 32, (5.48, 20.81, 20.72, 6.06), 11598),
+    (1, "llama3-8b", 1024, 1, 16, 32, (5.48, 22.64, 22.43, 6.06), 14168),
+    (1, "llama3-8b", 2048, 1, 1, 32, (5.48, 26.05, 25.84, 6.06), 15241),
+    (1, "llama3-8b", 4096, 1, 1, 32, (5.48, 32.87, 32.69, 6.06), 15579),
+    (1, "llama3-8b", 4096, 4, 4, 9, (5.48, 64.49, 64.50, 6.06), 16389),
+    (2, "llama3-8b", 512, 1, 2, 32, (4.87, 20.22, 20.13, 5.21), 10594),
+    (2, "llama3-8b", 1024, 1, 32, 32, (4.87, 22.05, 21.84, 5.21), 13359),
+    (2, "llama3-70b", 1024, 1, 8, 5, (35.76, 63.60, 63.40, 36.99), 1495),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "model", "length", "size", "global_size", "num_kept", "phases", "speed"), MEASURED_KEEPING_DEQUANTIZED
+)
+def test_memory_that_is_left_over_keeps_dequantized_weights_as_was_measured(
+    num_ranks, model, length, size, global_size, num_kept, phases, speed
+):
+    gpu = known_gpus()["h100"]
+    target = gpu.gib * (1 - MARGIN) * GIB
+    settings = [f"model={model}", f"training.max_length={length}", f"training.global_batch_size={global_size}"]
+    settings += [f"training.micro_batch_size={size}", "memory=keep", "lora.r=16", *RECORDED]
+    work = workload(*settings, num_ranks=num_ranks, can_read_peers=True)
+    choice = choose(work, target, gpu)
+    plan = use_spare(choice, target).plan
+    assert plan.num_kept_dequantized == num_kept and plan.needed <= (1 - SPARE) * target
+    measured = dict(zip(("load", "forward", "backward", "step"), phases, strict=True))
+    layer = work.layers[-1].dequantized / GIB  # the plan counts all weights of the layer that runs
+    assert {phase: plan.tensor_bytes(phase) / GIB for phase in measured} == pytest.approx(measured, abs=layer / 3)
+    assert planned_tokens_per_second(plan, gpu) / num_ranks == pytest.approx(speed, rel=0.15)
+    assert tokens_per_second(plan.work, plan.policies, gpu) < planned_tokens_per_second(plan, gpu)
+    if num_kept < work.num_layers:  # one more layer would not fit
+        assert plan.needed + work.layers[0].dequantized > (1 - SPARE) * target
+    # What would help most if memory were short all the same is to keep none.
+    savings = {change.text: change for change in largest_savings(plan, gpu)}
+    assert savings.pop("memory.keep_dequantized=false").saved == plan.needed - choice.plan.needed
+    assert savings and all(each.saved == choice.plan.needed - each.plan.needed for each in savings.values())
+
+
+@pytest.mark.parametrize("more", ["memory=recompute", "memory=offload", "compute.cuda_graph=false", "compute=fp8"])
+def test_no_dequantized_weights_are_kept_where_that_is_not_asked_for_or_gains_nothing(more: str):
+    work = workload("model=llama3-8b", "training.max_length=1024", "memory=keep", *RECORDED, more)
+    assert use_spare(choose(work, 75 * GIB, H200), 75 * GIB).plan.num_kept_dequantized == 0
 
 
 def test_codes_are_read_from_other_gpus_where_their_buffers_fit():

@@ -28,6 +28,9 @@ KEPT = "What is tokenized is kept: the same command goes on from there."
 PARENT_PID = "QLORA_FSDP_PARENT_PID"  # this process ends soon after the one with this id, which has started it
 ENDING_FILE = "QLORA_FSDP_ENDING_FILE"  # the process that prints why the run ends notes the exit code there
 IS_ANNOUNCED = "QLORA_FSDP_IS_ANNOUNCED"  # the first line has been printed
+# Torch's own name: asked whether there are GPUs, it only looks for them. To start CUDA takes the launcher 0.4 seconds.
+# Ranks do start it, because a GPU may be there and not work.
+LOOKS_FOR_GPUS = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 _PR_SET_PDEATHSIG = 1
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
@@ -86,6 +89,8 @@ def begin(detail: str = "") -> None:
         detail: what Ctrl-C says besides, until another handler is set.
     """
     leave_working_folder_out()
+    if PARENT_PID in os.environ:
+        os.environ.pop(LOOKS_FOR_GPUS, None)
     mend_streams()
     end_with_parent()
     end_at_once(detail)

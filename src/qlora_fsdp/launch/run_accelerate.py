@@ -21,6 +21,7 @@ from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserEr
 from qlora_fsdp.common.run_key import NODE_KEY, make_key
 from qlora_fsdp.common.startup import (
     ENDING_FILE,
+    LOOKS_FOR_GPUS,
     NO_RUN,
     PARENT_PID,
     end_with_parent,
@@ -84,6 +85,7 @@ def _launch(argv: Sequence[str] | None) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable()  # torch's logs here are about ranks that end
+    os.environ.setdefault(LOOKS_FOR_GPUS, "1")
     try:
         launch_command(launch_command_parser().parse_args(argv))
     except ChildFailedError as error:  # of several ranks

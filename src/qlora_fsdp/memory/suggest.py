@@ -35,12 +35,14 @@ class Change:
         plan: the plan after the change.
         fits: whether that plan fits the target.
         speed: predicted tokens per second of all GPUs together.
+        saved: bytes that a GPU needs less than before, where that was asked for.
     """
 
     text: str
     plan: MemoryPlan
     fits: bool
     speed: float
+    saved: int = 0
 
 
 _Values = tuple[tuple[str, Any], ...]  # settings by their keys
@@ -76,17 +78,22 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
     """Each single change that needs less memory than `plan`, the one that saves most first.
 
     The layers keep their activation policies unless a change is about these, so that each effect is seen by itself.
+    To keep no dequantized weights is a change of its own, and no other one counts what they take.
     """
     changes = []
+    if plan.num_kept_dequantized:
+        without = make_plan(plan.work, plan.policies)
+        text, saved = show("memory.keep_dequantized", False), plan.needed - without.needed
+        changes, plan = [Change(text, without, True, _speed(without, gpu), saved)], without
     for values in _candidates(plan.work, plan.policies):
         work = _changed(plan.work, values)
         is_policy = any(key.startswith("memory.") for key, _ in values)
         policies = fixed_policies(work.config, work.num_layers) if is_policy else plan.policies
         assert policies is not None
         smaller = make_plan(work, policies)
-        if smaller.needed < plan.needed:
-            changes.append(Change(_text(plan.work.config, values), smaller, True, _speed(smaller, gpu)))
-    return sorted(changes, key=lambda change: change.plan.needed)
+        if (saved := plan.needed - smaller.needed) > 0:
+            changes.append(Change(_text(plan.work.config, values), smaller, True, _speed(smaller, gpu), saved))
+    return sorted(changes, key=lambda change: -change.saved)
 
 
 def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
@@ -183,7 +190,7 @@ def _changed(work: Workload, values: _Values) -> Workload:
 
 
 def _text(config: Config, values: _Values) -> str:
-    """The overrides as typed, without those that change nothing. A group of conf/ is named if it sets the same."""
+    """The overrides as typed, without those that change nothing. A group of conf/ is named if it sets these."""
     texts = [show(key, value) for key, value in values if value_of(config, key) != value]
     return " ".join(filter(None, dict.fromkeys(_GROUPS.get(text, text) for text in texts)))
 

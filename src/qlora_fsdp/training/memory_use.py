@@ -125,8 +125,7 @@ def explain_shortage(
         lines += _phases(plan, peaks)
         lines.append("What would help most, by the plan:")
         for change in largest_savings(plan, gpu)[:3] if gpu is not None else []:
-            saved = (plan.needed - change.plan.needed) / GIB
-            lines.append(f"  {change.text}: {saved:.2f} GiB less a GPU, {change.speed:,.0f} tokens/s")
+            lines.append(f"  {change.text}: {change.saved / GIB:.2f} GiB less a GPU, {change.speed:,.0f} tokens/s")
         lines.append("  or more GPUs")
     else:
         lines.append("Set training.micro_batch_size or training.max_length lower, memory=offload, or fsdp=offload.")

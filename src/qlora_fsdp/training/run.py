@@ -20,6 +20,7 @@ from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
+from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.records.check_run_folder import check
@@ -188,16 +189,17 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
         if prepared.start is not None:
             prepared.start.load(model)
 
-    loaded = materialize(
-        prepared.assembled,
-        config,
-        processes,
-        fill_adapters,
-        reshard_after_forward=prepared.run_plan.reshard_after_forward,
-        reads_peers=prepared.run_plan.reads_peers,
-        shows_progress=True,
-        before_proof=lambda: prepared.peaks.enter("proof"),
-    )
+    with starting_triton(processes.device):
+        loaded = materialize(
+            prepared.assembled,
+            config,
+            processes,
+            fill_adapters,
+            reshard_after_forward=prepared.run_plan.reshard_after_forward,
+            reads_peers=prepared.run_plan.reads_peers,
+            shows_progress=True,
+            before_proof=lambda: prepared.peaks.enter("proof"),
+        )
     num_read, seconds, proof = loaded.num_bytes_read, loaded.load_seconds, loaded.proof
     proved = f"proved {show_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
     proved += f"in {loaded.proof_seconds:.1f} s"

@@ -11,10 +11,12 @@ Triton too, such as a laptop: only names are missing there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qlora_fsdp.common.sizes import next_power_of_two
@@ -41,7 +43,18 @@ except ImportError:
 
     triton = tl = _NoTriton
 
-__all__ = ["as_on_a_gpu", "bytes_moved", "kernel", "moves", "runs_kernels", "standing_for", "times", "tl", "triton"]
+__all__ = [
+    "as_on_a_gpu",
+    "bytes_moved",
+    "kernel",
+    "moves",
+    "runs_kernels",
+    "standing_for",
+    "starting_triton",
+    "times",
+    "tl",
+    "triton",
+]
 _plans_gpu: ContextVar[bool] = ContextVar("plans_gpu", default=False)
 _times: ContextVar[int] = ContextVar("times", default=1)
 _moved: ContextVar[Callable[[int], None] | None] = ContextVar("moved", default=None)
@@ -61,6 +74,33 @@ class kernel:  # a decorator
                 self.function[grid](first, *args, **options)
 
         return launch
+
+
+@triton.jit
+def _zero(x):
+    tl.store(x, 0)
+
+
+@contextmanager
+def starting_triton(device: torch.device) -> Iterator[None]:
+    """While something else goes on, such as loading weights, a thread launches a first kernel, if there is a GPU.
+
+    A process's first launch takes 0.3 seconds and more, because Triton reads all of its own files to see whether what
+    it compiled for other processes is still good. An error will come again where a kernel is needed.
+    """
+
+    def start() -> None:
+        with suppress(Exception), torch.cuda.device(device):
+            _zero[(1,)](torch.empty(1, device=device))
+
+    thread = Thread(target=start, daemon=True)
+    if device.type == "cuda":
+        thread.start()
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            thread.join()
 
 
 def moves(num_bytes: int) -> None:
