@@ -226,10 +226,11 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
     model = f"{_name(config)} ({show_size(work.parts.num_parameters)} parameters)"
-    used = f" ({plan.needed / GIB:.2f} with what it uses to be faster)" if plan.num_kept_dequantized else ""
+    needed, used = (f"{each.needed / GIB:.2f}" for each in (choice.plan, plan))
+    needed = f"{needed} GiB a GPU" + (f" ({used} with what it uses to be faster)" if used != needed else "")
     lines = [
-        f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {choice.plan.needed / GIB:.2f} GiB a GPU{used}, "
-        f"and {target / GIB:.2f} GiB of {gpu.gib:g} can be had",
+        f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {needed}, and {target / GIB:.2f} GiB of "
+        f"{gpu.gib:g} can be had",
         *([f"The GPUs: {hardware.note}"] if hardware.note else []),
         f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.sequence_length} "
         f"tokens{describe_slices(config)}, {work.num_micro_batches} a step; {describe_choice(plan)}",
