@@ -103,6 +103,7 @@ def test_merged_logits_are_those_of_base_and_adapter(adapters, bases, tmp_path: 
         ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
         ("qwen2", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
         ("llama", {"trainable_token_indices": {"lm_head": [9, 3, 5], "embed_tokens": [3, 5, 9]}}),
+        ("qwen2", {"trainable_token_indices": [9, 3, 5], "target_modules": ["q_proj", "lm_head"]}),
     ],
 )
 def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: Path, family, chosen):
