@@ -145,6 +145,19 @@ def test_code_of_the_model_itself_comes_along(adapters, bases, tmp_path: Path):
     assert (tmp_path / "merged" / "modeling_my.py").read_text() == "# no code"
 
 
+def test_chat_templates_with_names_come_along(adapters, bases, tmp_path: Path):
+    """They are the adapter's, if it has a tokenizer: data.chat_template takes the place of all that the base has."""
+    base, adapter = shutil.copytree(bases["llama"], tmp_path / "base"), tmp_path / "adapter"
+    shutil.copytree(adapters["llama"], adapter)
+    found = {}
+    for owner, template in (("base", "{{ 1 }}"), ("adapter", "{{ 2 }}")):
+        (tmp_path / owner / "additional_chat_templates").mkdir()
+        (tmp_path / owner / "additional_chat_templates" / f"of_{owner}.jinja").write_text(template)
+        assert merge.main([f"adapter={adapter}", f"out={tmp_path / f'with {owner}'}", f"model.path={base}"]) == 0
+        found[owner] = AutoTokenizer.from_pretrained(tmp_path / f"with {owner}").chat_template
+    assert isinstance(found["base"], str) and found["adapter"]["of_adapter"] == "{{ 2 }}" and len(found["adapter"]) == 2
+
+
 @pytest.mark.parametrize("case", ["llama", "not quantized", "tied head trained, both tables in the one file"])
 def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path, case: str):
     full, out = tmp_path / "full", tmp_path / "nf4"

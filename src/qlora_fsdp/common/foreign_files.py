@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SMALL_BYTES = 2**25
+NAMED_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's chat templates that have names
 
 
 def open_regular(folder: Path, name: str) -> io.BufferedReader:
@@ -45,7 +46,7 @@ def find_outside(folder: Path) -> list[Path]:
     inside = folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     found = []
-    for file in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+    for file in sorted([*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")]):
         if not os.path.exists(file) or file.is_dir():  # noqa: PTH110  # a link to nowhere, or to what may not be read
             continue
         target = file.resolve()
