@@ -13,15 +13,19 @@ import yaml
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.foreign_files import NAMED_TEMPLATES
 from qlora_fsdp.common.hub_names import LOCAL_BASE, hub_name
-from qlora_fsdp.config.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE, adapter_problems
+from qlora_fsdp.config.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SETTINGS_FILE,
+    TOKENIZER_MODELS,
+    TOKENIZER_TEXTS,
+    adapter_problems,
+)
 from qlora_fsdp.config.settings import show
 
-# An adapter's config, a classifier's labels, and what tokenizers of transformers save. Nothing else is uploaded.
-TEXT_FILES = (
-    *("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
-)
-BINARY_FILES = (ADAPTER_WEIGHTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+# An adapter's config, a classifier's labels, and the tokenizer. Nothing else is uploaded.
+TEXT_FILES = ("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", *TOKENIZER_TEXTS)
+BINARY_FILES = (ADAPTER_WEIGHTS, *TOKENIZER_MODELS)
 
 CHECKED = ("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer_config.json")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
