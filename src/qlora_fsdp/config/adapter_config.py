@@ -205,7 +205,8 @@ def _saved_modules(saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[
     if names is None:
         return None
     usual = {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
-    whole = [key for key in shapes if not any(part in key for part in ("lora_", ".base_layer.", ".token_adapter."))]
+    parts = ("lora_", ".base_layer.", ".token_adapter.", ".original_module.", ".modules_to_save.")
+    whole = [key for key in shapes if not any(part in key for part in parts)]
     tables = [key.removeprefix("base_model.model.").removesuffix(".weight") for key in whole]
     tied = tables if saved.get("ensure_weight_tying") and names else []
     return sorted(({*names, *tied}) - usual) or None
