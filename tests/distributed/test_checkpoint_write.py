@@ -20,8 +20,12 @@ from tests.helpers.ranks import Meeting, run_ranks
 pytestmark = pytest.mark.distributed
 
 
+TEMPLATE = "adapter/additional_chat_templates/tool_use.jinja"  # such as transformers saves with some tokenizers
+
+
 def write_adapter(folder: Path, state: dict[str, Tensor]) -> None:
-    folder.mkdir()
+    (folder.parent / TEMPLATE).parent.mkdir(parents=True)
+    (folder.parent / TEMPLATE).write_text("{{ tools }}")
     (folder / "adapter_model.safetensors").write_bytes(b"")
 
 
@@ -75,4 +79,5 @@ def test_the_adapter_may_take_longer_than_a_collective(tmp_path: Path):
 
 def test_a_rank_may_be_ahead_of_the_first(tmp_path: Path):
     assert run_ranks(2, write_late, tmp_path) == [None, None]
-    assert read_manifest(tmp_path / "step-00000001").num_ranks == 2
+    written = read_manifest(tmp_path / "step-00000001")
+    assert written.num_ranks == 2 and written.files[TEMPLATE][0] == len("{{ tools }}")

@@ -251,6 +251,39 @@ def test_what_can_not_be_written_with_an_adapter_for_each_expert(bases, stock, o
     assert "has no adapter of model.layers.0.mlp.experts.gate_up_proj" in said("mixtral", tmp_path / "down")
 
 
+NOT_READ = {
+    "is a DoRA adapter": {"use_dora": True},
+    "holds whole layers (modules_to_save)": {"modules_to_save": ["lm_head"]},
+    "has rows for tokens (trainable_token_indices)": {"trainable_token_indices": [3, 5]},
+}
+
+
+@pytest.mark.parametrize("kind", NOT_READ)
+@pytest.mark.parametrize("patterns", [{}, {"rank_pattern": {"q_proj": 8}}])
+def test_kinds_that_vllm_does_not_read_are_not_written(bases, tmp_path: Path, capsys, kind: str, patterns):
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **NOT_READ[kind], **patterns)
+    peft.get_peft_model(load(bases["mixtral"]), config).save_pretrained(tmp_path / "adapter")
+    assert export(bases["mixtral"], tmp_path / "adapter", tmp_path / "out") == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{kind}, which vLLM does not read beside a base. Set write=model" in message
+
+
+def test_the_model_card_says_which_adapters_vllm_serves(bases, own, few_rows: Path, tmp_path: Path):
+    cases = {
+        "attention alone": ("qwen3_moe", ["lora.target_modules=[q_proj]"]),
+        "experts in one tensor": ("gpt_oss", []),
+        "with several ranks": ("gpt_oss", ["lora.rank_pattern={q_proj:2}"]),
+    }
+    cards = {"an adapter for each expert": (own["qwen3_moe"] / "README.md").read_text()}
+    for case, (family, more) in cases.items():
+        few = ["training.max_steps=1", f"run.folder={tmp_path / case}", *more]
+        assert train.main(settings(bases[family], few_rows, *few, packing=False)) == 0
+        cards[case] = (tmp_path / case / "adapter" / "README.md").read_text()
+    assert "merge write=adapter writes them for vLLM" in cards["an adapter for each expert"]
+    assert "its layers differ in rank or alpha. Make one model of both" in cards["with several ranks"]
+    assert all("--enable-lora" in cards[case] for case in ("attention alone", "experts in one tensor"))
+
+
 @pytest.mark.parametrize("value", ["down_proj", ["down_proj", 7], {"down_proj": 1}, [["a"]]])
 def test_target_parameters_that_peft_does_not_write(bases, stock, tmp_path: Path, capsys, value: Any):
     for file in stock["qwen3_moe"].iterdir():

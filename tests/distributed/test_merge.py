@@ -103,6 +103,7 @@ def test_merged_logits_are_those_of_base_and_adapter(adapters, bases, tmp_path: 
         ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
         ("qwen2", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
         ("llama", {"trainable_token_indices": {"lm_head": [9, 3, 5], "embed_tokens": [3, 5, 9]}}),
+        ("qwen2", {"trainable_token_indices": [9, 3, 5], "target_modules": ["q_proj", "lm_head"]}),
     ],
 )
 def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: Path, family, chosen):
@@ -120,6 +121,26 @@ def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: P
     base = [f"model.path={bases[family]}", "model.tokenizer_path=bytes"]
     assert merge.main([f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'merged'}", *base]) == 0
     torch.testing.assert_close(load_merged(tmp_path / "merged"), logits(model), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        {"trainable_token_indices": [VOCAB, VOCAB + 1]},
+    ],
+)
+def test_an_adapter_of_a_base_that_was_resized_is_told(bases, tmp_path: Path, capsys, chosen):
+    """PEFT saves the base's tables beside it. No model.path would fit, so none is asked for."""
+    base = load_stock(bases["qwen2"], QuantConfig(load_in_4bit=False))
+    base.resize_token_embeddings(VOCAB + 2)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **chosen))
+    model.save_pretrained(tmp_path / "adapter")
+    where = [f"model.path={bases['qwen2']}", "model.tokenizer_path=bytes"]
+    assert merge.main([f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'merged'}", *where]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "holds the embeddings of a base that was resized for new tokens" in message and "merge_and_unload" in message
 
 
 def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, rows: Path, tmp_path, capsys):
@@ -142,6 +163,19 @@ def test_code_of_the_model_itself_comes_along(adapters, bases, tmp_path: Path):
     arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={base}"]
     assert merge.main(arguments) == 0
     assert (tmp_path / "merged" / "modeling_my.py").read_text() == "# no code"
+
+
+def test_chat_templates_with_names_come_along(adapters, bases, tmp_path: Path):
+    """They are the adapter's, if it has a tokenizer: data.chat_template takes the place of all that the base has."""
+    base, adapter = shutil.copytree(bases["llama"], tmp_path / "base"), tmp_path / "adapter"
+    shutil.copytree(adapters["llama"], adapter)
+    found = {}
+    for owner, template in (("base", "{{ 1 }}"), ("adapter", "{{ 2 }}")):
+        (tmp_path / owner / "additional_chat_templates").mkdir()
+        (tmp_path / owner / "additional_chat_templates" / f"of_{owner}.jinja").write_text(template)
+        assert merge.main([f"adapter={adapter}", f"out={tmp_path / f'with {owner}'}", f"model.path={base}"]) == 0
+        found[owner] = AutoTokenizer.from_pretrained(tmp_path / f"with {owner}").chat_template
+    assert isinstance(found["base"], str) and found["adapter"]["of_adapter"] == "{{ 2 }}" and len(found["adapter"]) == 2
 
 
 @pytest.mark.parametrize("case", ["llama", "not quantized", "tied head trained, both tables in the one file"])

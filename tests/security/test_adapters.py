@@ -155,13 +155,14 @@ def test_nobody_waits_for_a_pipe(adapter: Adapter, name: str) -> None:
     assert f"{name} leads to a file outside" in adapter.refusal()
 
 
-def test_links_that_honest_people_have(adapter: Adapter, tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+@pytest.mark.parametrize("inside", ["", "checkpoint-500"])
+def test_links_that_honest_people_have(adapter: Adapter, tmp_path: Path, inside: str) -> None:
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc" / inside
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for number, file in enumerate(sorted(adapter.base.iterdir())):
         file.rename(blobs / str(number))
-        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+        (snapshot / file.name).symlink_to(os.path.relpath(blobs / str(number), snapshot))
     (snapshot / ".#lock").symlink_to("nowhere")
     (tmp_path / "my_model").symlink_to(snapshot)
     code, shown = adapter.use(f"model.path={tmp_path / 'my_model'}")

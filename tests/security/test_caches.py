@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others
-from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.errors import ConfigError, DataError
 from qlora_fsdp.config.schema import Config, DataConfig
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import Sequences
@@ -68,6 +68,17 @@ def test_what_is_made_of_a_private_file_is_private_in_a_shared_folder_too(rows: 
     assert modes(entry_in(rows.parent / "a")) == {0}
     assert modes(entry_in(rows.parent / "b")) == {0o040, 0o050}
     assert modes(entry_in(rows.parent / "c")) == {0o044, 0o055}
+
+
+def test_a_user_without_a_home_is_told_what_to_set(rows: Path, monkeypatch: pytest.MonkeyPatch):
+    def unknown(user: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match=r"HOME is not set.*Set HOME, or the folder by name \(data.cache_folder"):
+        prepare(rows)
+    prepare(rows, rows.parent / "typed")
 
 
 def test_a_shared_folder_that_one_may_only_read_is_used(rows: Path, monkeypatch: pytest.MonkeyPatch):

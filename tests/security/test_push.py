@@ -42,6 +42,9 @@ def adapter(tmp_path: Path) -> Path:
     )
     (folder / "tokenizer.json").write_text("{}" + " " * 20_000)
     (folder / "tokenizer.model").write_bytes(b"\x00\xff")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (folder / "additional_chat_templates" / "notes.txt").write_text("private")
     for other in ("optimizer.pt", "notes.txt", ".env", "training_args.bin"):
         (folder / other).write_text("private")
     return folder
@@ -55,7 +58,7 @@ def test_the_adapters_own_files_are_uploaded_and_nothing_of_this_machine(
     found, private = hub.repos["team/mine"], hub.private["team/mine"]
     assert private and set(found) == {
         "adapter_model.safetensors", "adapter_config.json", "qlora_fsdp.yaml", "README.md", "tokenizer.json",
-        "tokenizer.model",
+        "tokenizer.model", "additional_chat_templates/tool_use.jinja",
     }  # fmt: skip
     assert not any(str(tmp_path).encode() in content for content in found.values())
     assert found["adapter_model.safetensors"] == (adapter / "adapter_model.safetensors").read_bytes()

@@ -363,3 +363,12 @@ def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines + later) + '{"step": 4, "lo')
     Journal(tmp_path, config(), num_steps=9, is_main=True, first_step=2).close({})
     assert read_lines(file) == lines
+
+
+def test_texts_of_before_the_checkpoint_stay_whatever_is_in_them(tmp_path: Path):
+    before, after = ({"step": step, "completion": "one\u2028two\x85三"} for step in (1, 2))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (before, after))
+    file = tmp_path / "generations.jsonl"
+    file.write_bytes(text.encode()[:-4])  # a run that was killed: the last line ends amid a character
+    Journal(tmp_path, config(), num_steps=9, is_main=True, first_step=2).close({})
+    assert [json.loads(line) for line in file.read_bytes().splitlines()] == [before]

@@ -13,7 +13,7 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common import text
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
-from qlora_fsdp.config.commands import AdapterSettings, load_command, read_trained_on, saved_settings
+from qlora_fsdp.config.commands import AdapterSettings, load_command, read_started_from, read_trained_on, saved_settings
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenize import RowTokenizer
@@ -116,6 +116,16 @@ def test_the_note_of_an_adapter_of_others(tmp_path: Path):
     for note in ("evil: thing", "trained_on: [1]", "trained_on: ${oc.env:HOME}", "[1]"):
         (tmp_path / SETTINGS_FILE).write_text(note)
         assert read_trained_on(str(tmp_path)) is None
+
+
+def test_the_notes_of_an_adapter_in_the_hubs_cache_are_read(tmp_path: Path):
+    """There, each file is a link. Without the notes prompts, and a preference's reference, would silently be others."""
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1").write_text("trained_on: text\nstarted_from: 12ab\n")
+    (snapshot / SETTINGS_FILE).symlink_to("../../blobs/1")
+    assert read_trained_on(str(snapshot)) is DataFormat.text and read_started_from(str(snapshot)) == "12ab"
 
 
 def test_only_a_terminal_is_spared_control_characters(monkeypatch: pytest.MonkeyPatch):

@@ -135,19 +135,46 @@ def test_a_failed_report_begins_with_the_reason(runs: Path):
     assert "To start again" in text and "qlora-fsdp chat" not in text
 
 
-def test_the_report_of_a_sweep_shows_losses_by_what_was_swept(tmp_path: Path):
-    """The sweep may have been copied from another machine; a job that failed has no loss to compare."""
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """A sweep that was copied from another machine. A job failed, and has no loss to compare."""
     jobs = []
     for r in (4, 16, 64):
         status = {"status": "failed" if r == 64 else "finished", "eval_loss": 0.5 + r}
         make_run(tmp_path / "sweep" / f"r={r}", r, status, num_steps=20)
         jobs.append({"overrides": {"lora.r": str(r), "quant": "nf4"}, "folder": f"/cluster/sweep/r={r}"})
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"jobs": jobs}))
-    write_report([tmp_path / "sweep"])
-    page = (tmp_path / "sweep" / "report.html").read_text()
+    return tmp_path / "sweep"
+
+
+def test_the_report_of_a_sweep_shows_losses_by_what_was_swept(sweep: Path):
+    write_report([sweep])
+    page = (sweep / "report.html").read_text()
     (figure,) = re.findall(r"<figure><figcaption><b>Evaluation loss by lora.r</b>.*?</figure>", page)
     assert figure.count("<circle") == 2 and "by quant" not in page
     assert "4.5000 (lowest)" in page
+
+
+def test_a_sweep_that_was_moved_has_its_jobs_where_they_are(sweep: Path, capsys: pytest.CaptureFixture[str]):
+    assert status([str(sweep)]) == 0
+    states = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert states[1:4] == [["r=16", "finished"], ["r=4", "finished"], ["r=64", "failed"]] and len(states) == 4
+    assert report([str(sweep)]) == 0
+    losses = [job["eval_loss"] for job in json.loads((sweep / "sweep.json").read_text())["jobs"]]
+    assert losses == [4.5, 16.5, 64.5] and "16.5000" in capsys.readouterr().out
+
+
+def test_a_sweep_that_may_only_be_read_is_reported_elsewhere(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(folder: Path, jobs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("qlora_fsdp.report.__main__.write_results", refuse)
+    assert report([str(sweep), "--output", str(tmp_path / "mine.html")]) == 0
+    found = capsys.readouterr()
+    assert "sweep.json and sweep.csv stay as they are: [Errno 13]" in found.err and "4.5000" in found.out
+    assert (tmp_path / "mine.html").is_file()
 
 
 def test_a_diverged_run_is_not_the_best_and_hides_no_other(tmp_path: Path):

@@ -204,14 +204,36 @@ def test_the_copy_replaces_an_earlier_one_and_nothing_else(adapter: Path, tmp_pa
     run = tmp_path / "run"
     run.mkdir()
     (adapter / "notes.txt").write_text("mine")
+    of_tokenizer = ["tokenizer.model", "additional_chat_templates/tool_use.jinja"]
+    for name in of_tokenizer:
+        (adapter / name).parent.mkdir(exist_ok=True)
+        (adapter / name).write_text("own")
     for rank in (4, 8):
         (adapter / "adapter_config.json").write_text(json.dumps(SAVED | {"r": rank}))
         keep_start(adapter, run)
-    found = {path.name for path in (run / START_FOLDER).iterdir()}
-    assert found == {"adapter_config.json", "adapter_model.safetensors"}
+    found = {str(path.relative_to(run / START_FOLDER)) for path in (run / START_FOLDER).rglob("*") if path.is_file()}
+    assert found == {"adapter_config.json", "adapter_model.safetensors", *of_tokenizer}
     assert json.loads((run / START_FOLDER / "adapter_config.json").read_text())["r"] == 8
     assert [path.name for path in run.iterdir()] == [START_FOLDER]
     keep_start(run / START_FOLDER, run)  # as a run does that resumes
+
+
+def test_an_adapter_in_the_hubs_cache_is_copied_where_its_links_lead(adapter: Path, tmp_path: Path) -> None:
+    """`hf download` names such a folder."""
+    snapshot, run = tmp_path / "models--org--name" / "snapshots" / "abc", tmp_path / "run"
+    run.mkdir()
+    snapshot.mkdir(parents=True)
+    blobs = adapter.rename(tmp_path / "models--org--name" / "blobs")
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert load(snapshot, f"run.folder={run}").lora.r == 4
+    keep_start(snapshot, run)
+    for file in blobs.iterdir():
+        assert not (run / START_FOLDER / file.name).is_symlink()
+        assert (run / START_FOLDER / file.name).read_bytes() == file.read_bytes()
+    (snapshot / "tokenizer.json").symlink_to("/etc/hostname")
+    with pytest.raises(OSError, match="leads out of the adapter's folder"):
+        keep_start(snapshot, run)
 
 
 def test_tables_with_rows_for_other_tokens_each_are_refused(tmp_path: Path) -> None:

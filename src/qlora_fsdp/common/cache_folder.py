@@ -12,6 +12,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from qlora_fsdp.common.errors import ConfigError, Problem
+
 
 def open_cache(typed: str | None, default: str) -> Path:
     """Makes and returns the folder of a cache.
@@ -29,8 +31,18 @@ def open_cache(typed: str | None, default: str) -> Path:
 
 
 def find_cache(typed: str | None, default: str) -> Path:
-    """Returns the folder of a cache, which need not exist."""
-    return Path(default if typed is None else typed).expanduser()
+    """Returns the folder of a cache, which need not exist.
+
+    Raises:
+        ConfigError: it is in the user's home, and there is none, as for a user of a container without a name.
+    """
+    folder = default if typed is None else typed
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        reason = "can't be found: HOME is not set, and the system does not know this user."
+        fix = "Set HOME, or the folder by name (data.cache_folder, model.cache_folder)."
+        raise ConfigError([Problem(folder, reason, fix)]) from error
 
 
 def check_owner(entry: Path, typed: str | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SMALL_BYTES = 2**25
+NAMED_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's chat templates that have names
 
 
 def open_regular(folder: Path, name: str) -> io.BufferedReader:
@@ -39,13 +40,15 @@ def find_outside(folder: Path) -> list[Path]:
 
     Libraries read the files of a model or an adapter by themselves, so all of them are looked at before. These are the
     files in the folder itself and the chat templates beside them. The folder may be a link. In a snapshot of the hub's
-    cache, every file is a link into the folder `blobs` of the same repository, which is part of the model. Weights may
-    be links to anywhere: people keep large files on other disks, and nothing but tensors is read from them.
+    cache, and in the folders inside it, every file is a link into the folder `blobs` of the same repository, which is
+    part of the model. Weights may be links to anywhere: people keep large files on other disks, and nothing but tensors
+    is read from them.
     """
     inside = folder.resolve()
-    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    snapshots = (path for path in (inside, *inside.parents) if path.parent.name == "snapshots")
+    blobs = next((path.parent.parent / "blobs" for path in snapshots), inside)
     found = []
-    for file in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+    for file in sorted([*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")]):
         if not os.path.exists(file) or file.is_dir():  # noqa: PTH110  # a link to nowhere, or to what may not be read
             continue
         target = file.resolve()

@@ -24,6 +24,12 @@ from qlora_fsdp.config.settings import show
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the files of PEFT's
 SETTINGS_FILE = "qlora_fsdp.yaml"  # what training leaves beside them: how the base was built
+# What tokenizers of transformers save beside them.
+TOKENIZER_TEXTS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "chat_template.jinja"),
+)
+TOKENIZER_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MAX_RANK, MAX_ALPHA = 2**16, 1e9  # far more than any adapter has
 
 # Values of init_lora_weights after which the base's weights are what they were. Others change them on loading.
@@ -199,7 +205,8 @@ def _saved_modules(saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[
     if names is None:
         return None
     usual = {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
-    whole = [key for key in shapes if not any(part in key for part in ("lora_", ".base_layer.", ".token_adapter."))]
+    parts = ("lora_", ".base_layer.", ".token_adapter.", ".original_module.", ".modules_to_save.")
+    whole = [key for key in shapes if not any(part in key for part in parts)]
     tables = [key.removeprefix("base_model.model.").removesuffix(".weight") for key in whole]
     tied = tables if saved.get("ensure_weight_tying") and names else []
     return sorted(({*names, *tied}) - usual) or None

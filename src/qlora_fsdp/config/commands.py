@@ -20,8 +20,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
-from qlora_fsdp.common.foreign_files import read_small
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
+from qlora_fsdp.config.bounded_yaml import read_text
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config, print_and_exit
@@ -197,7 +197,7 @@ def _read_note(adapter: str | None, name: str) -> str | None:
     if adapter is None:
         return None
     try:
-        text = read_small(Path(adapter).expanduser(), SETTINGS_FILE).decode("utf-8", "replace")
+        text = read_text(Path(adapter).expanduser() / SETTINGS_FILE)  # a link, in the hub's cache
     except (OSError, ValueError):
         return None
     found = re.search(rf"^{name}: (\w+)$", text, re.MULTILINE)

@@ -87,5 +87,10 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
             if layer.tied_adapter is None:
                 key = stored[f"{name}.{TOKEN_ROWS}"]
                 token_rows[layer] = Change(file, {"rows": key}, token_ids=tokens_of_rows(tokens, key))
-            changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
+            rows = token_rows[layer.tied_adapter or layer]
+            weight = f"{name.removesuffix('.base_layer')}.weight"
+            adapter_of_head = changes.get(weight)  # a tied head may have an adapter above its rows
+            if adapter_of_head is not None:
+                rows = replace(adapter_of_head, keys={**adapter_of_head.keys, **rows.keys}, token_ids=rows.token_ids)
+            changes[weight] = rows
     return changes

@@ -28,7 +28,7 @@ from qlora_fsdp.common.files import replacing
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.experts import expert_weights
+from qlora_fsdp.model.experts import expert_weights, is_apart
 from qlora_fsdp.weights.composed import ComposedTensor
 
 PREFIX = "base_model.model."
@@ -38,16 +38,17 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
     """Write the adapter to `out`: its weights, its config and the tokenizer.
 
     Raises:
-        AdapterError: vLLM reads it as it is, it has no adapters of all layers of an expert, or the base's files have
-            experts in one tensor, so that there are no names of single ones.
+        AdapterError: vLLM reads it as it is, or in no form; it has no adapters of all layers of an expert; or the
+            base's files have experts in one tensor, so that there are no names of single ones.
         RunFolderError: `out` is not empty.
     """
+    config = peft.LoraConfig.from_pretrained(str(adapter))
+    _check_kind(adapter, config)
     changes = find_changes(trained.model.base, adapter)
     experts = {name: change for name, change in changes.items() if name in _expert_names(trained)}
     stored = {assignment.name: assignment.stored for assignment in trained.meta.assignments}
     sources = {name: stored[name] for name in experts}
     composed = {name: source for name, source in sources.items() if isinstance(source, ComposedTensor)}
-    config = peft.LoraConfig.from_pretrained(str(adapter))
     has_patterns = bool(config.rank_pattern or config.alpha_pattern)
     if not experts and not has_patterns:
         raise AdapterError(
@@ -122,6 +123,20 @@ def _expert_names(trained: AssembledModel) -> dict[str, str]:
     return {f"{module}.{key}": module for module, key in found}
 
 
+def _check_kind(adapter: Path, config: peft.LoraConfig) -> None:
+    kinds = {
+        "is a DoRA adapter": config.use_dora,
+        "holds whole layers (modules_to_save)": config.modules_to_save,
+        "has rows for tokens (trainable_token_indices)": config.trainable_token_indices,
+    }
+    found = [kind for kind, is_so in kinds.items() if is_so]
+    if found:
+        raise AdapterError(
+            f"write=adapter: adapter={adapter} {found[0]}, which vLLM does not read beside a base. Set write=model, "
+            "which makes one model of both."
+        )
+
+
 def _check(
     trained: AssembledModel,
     adapter: Path,
@@ -129,7 +144,7 @@ def _check(
     composed: dict[str, ComposedTensor],
     has_patterns: bool,
 ) -> None:
-    whole = [name for name in experts if name not in composed or composed[name].is_transposed]
+    whole = [name for name in experts if not is_apart(composed.get(name))]
     if whole:
         fix = f"Give it adapter={adapter} as it is."
         if has_patterns:

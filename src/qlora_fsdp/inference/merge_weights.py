@@ -120,7 +120,9 @@ class WeightMerger:
             if change is None:
                 return weight if stored_dtype == stored.dtype else weight.to(dtype)
             if "rows" in change.keys:
-                return _with_rows(weight, change, dtype)
+                weight = _with_rows(weight, change, dtype)
+                if "lora_A.weight" not in change.keys:
+                    return weight
         matrix = weight.view(-1, weight.shape[-1])
         self._merge_rows(assignment, 0, matrix)
         return weight.to(dtype)

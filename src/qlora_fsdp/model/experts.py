@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.layers.experts.forward import expert_weight_names, mentions_experts
 from qlora_fsdp.layers.experts.grouped_products import ExpertWeight
+from qlora_fsdp.weights.composed import ComposedTensor
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
 # files and settings still use them.
@@ -48,6 +49,15 @@ def expert_weights(model: nn.Module) -> Iterator[ExpertWeightPlace]:
 def has_experts(model: nn.Module) -> bool:
     """Whether the model has fused experts."""
     return next(expert_weights(model), None) is not None
+
+
+def is_apart(stored: object) -> bool:
+    """Whether a weight of fused experts is a tensor for each expert in the files. vLLM then wants an adapter for each.
+
+    Args:
+        stored: what fills the weight (`Assignment.stored`).
+    """
+    return isinstance(stored, ComposedTensor) and not stored.is_transposed
 
 
 def num_chosen(block: nn.Module, config: PretrainedConfig) -> int | None:

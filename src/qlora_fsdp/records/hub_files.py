@@ -11,16 +11,21 @@ from pathlib import Path
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
+from qlora_fsdp.common.foreign_files import NAMED_TEMPLATES
 from qlora_fsdp.common.hub_names import LOCAL_BASE, hub_name
-from qlora_fsdp.config.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE, adapter_problems
+from qlora_fsdp.config.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SETTINGS_FILE,
+    TOKENIZER_MODELS,
+    TOKENIZER_TEXTS,
+    adapter_problems,
+)
 from qlora_fsdp.config.settings import show
 
-# An adapter's config, a classifier's labels, and what tokenizers of transformers save. Nothing else is uploaded.
-TEXT_FILES = (
-    *("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
-)
-BINARY_FILES = (ADAPTER_WEIGHTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+# An adapter's config, a classifier's labels, and the tokenizer. Nothing else is uploaded.
+TEXT_FILES = ("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", *TOKENIZER_TEXTS)
+BINARY_FILES = (ADAPTER_WEIGHTS, *TOKENIZER_MODELS)
 
 CHECKED = ("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer_config.json")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
@@ -40,7 +45,9 @@ def read_uploads(folder: Path, repo: str, base: str | None) -> tuple[dict[str, b
     """
     _check_folder(folder)
     try:
-        texts = {name: (folder / name).read_text("utf-8") for name in TEXT_FILES if (folder / name).is_file()}
+        templates = [str(file.relative_to(folder)) for file in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))]
+        names = [*TEXT_FILES, *templates]
+        texts = {name: (folder / name).read_text("utf-8") for name in names if (folder / name).is_file()}
         texts[ADAPTER_CONFIG], named = _publish_base(texts[ADAPTER_CONFIG], base)
         if SETTINGS_FILE in texts:
             texts[SETTINGS_FILE] = _publish_settings(texts[SETTINGS_FILE], named)
@@ -102,7 +109,7 @@ def _publish_card(text: str, repo: str, base: str | None) -> str:
 
 def _find_private(texts: dict[str, str], folder: Path) -> Iterator[Problem]:
     """What no file may hold: paths of this machine, and values of the environment that look like secrets."""
-    home = Path.home()
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  # stays ~ for a user without a home
     paths = {str(folder.resolve()), str(Path.cwd()), *([f"{home}/"] if len(home.parts) > 1 else [])}
     secrets = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     for name in CHECKED:

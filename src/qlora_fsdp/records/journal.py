@@ -126,9 +126,9 @@ def _drop_later_lines(file: Path, last_step: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text().splitlines(keepends=True):
+    for line in file.read_bytes().splitlines(keepends=True):  # of text these are more: U+2028 ends a line too
         with suppress(ValueError):  # a run that was killed may have left half a line
             figures = json.loads(line)
             if figures["step"] < last_step or (figures["step"] == last_step and "loss" in figures):
                 kept.append(line)
-    write_atomically(file, "".join(kept))
+    write_atomically(file, b"".join(kept).decode())

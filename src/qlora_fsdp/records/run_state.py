@@ -239,10 +239,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_jobs(file: Path) -> list[tuple[Path, dict[str, str]]]:
-    """The jobs of a sweep.json: each one's folder and swept settings. What is no job is left out."""
-    jobs = read_json(file).get("jobs")
+    """The jobs of a sweep.json: each one's folder and swept settings. What is no job is left out.
+
+    They are beside the file, also where the sweep was moved, or copied from another machine.
+    """
+    jobs, here = read_json(file).get("jobs"), file.parent.resolve()
     return [
-        (Path(job["folder"]), {str(key): str(value) for key, value in job["overrides"].items()})
+        (here / Path(job["folder"]).name, {str(key): str(value) for key, value in job["overrides"].items()})
         for job in (jobs if isinstance(jobs, list) else [])
         if isinstance(job, dict)
         and isinstance(job.get("folder"), str)

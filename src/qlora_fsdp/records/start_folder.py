@@ -7,13 +7,20 @@ removed meanwhile. Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 from qlora_fsdp.common.files import remove_leftovers, replacing
-from qlora_fsdp.common.foreign_files import open_regular
-from qlora_fsdp.config.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE
+from qlora_fsdp.common.foreign_files import NAMED_TEMPLATES, find_outside, open_regular
+from qlora_fsdp.config.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SETTINGS_FILE,
+    TOKENIZER_MODELS,
+    TOKENIZER_TEXTS,
+)
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.start_adapter import typed_folder
 from qlora_fsdp.records.run_state import (
@@ -26,8 +33,6 @@ from qlora_fsdp.records.run_state import (
 )
 
 DONE = "finished"  # the status of a run
-# What tokenizers of transformers save, besides the files of the adapter itself.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
@@ -78,12 +83,17 @@ def keep_start(folder: Path, run_folder: Path) -> None:
     target = run_folder / START_FOLDER
     if folder.resolve() == target.resolve():
         return
+    if outside := find_outside(folder):  # looked for again: they may have come since the settings were checked
+        raise OSError(errno.ELOOP, "it leads out of the adapter's folder", str(outside[0]))
     remove_leftovers(target)
     with replacing(target) as temporary:
         temporary.mkdir()
-        for name in (ADAPTER_CONFIG, SETTINGS_FILE, *TOKENIZER_FILES):
+        templates = [f"{NAMED_TEMPLATES}/{file.name}" for file in (folder / NAMED_TEMPLATES).glob("*.jinja")]
+        for name in (ADAPTER_CONFIG, SETTINGS_FILE, *TOKENIZER_TEXTS, *TOKENIZER_MODELS, *templates):
             if (folder / name).is_file():
-                with open_regular(folder, name) as source, (temporary / name).open("xb") as copy:
+                file = (folder / name).resolve()  # a link, in the hub's cache
+                (temporary / name).parent.mkdir(exist_ok=True)
+                with open_regular(file.parent, file.name) as source, (temporary / name).open("xb") as copy:
                     shutil.copyfileobj(source, copy)
         with (folder / ADAPTER_WEIGHTS).open("rb") as source, (temporary / ADAPTER_WEIGHTS).open("xb") as copy:
             shutil.copyfileobj(source, copy)  # weights may be links to another disk

@@ -28,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for folder in options.folders:
             if jobs := read_results(folder):
-                write_results(folder, jobs)
                 print(show_results(folder.resolve(), jobs))
+                try:
+                    write_results(folder, jobs)
+                except OSError as error:  # it may be somebody else's, of which --output makes a report elsewhere
+                    print(f"Note: sweep.json and sweep.csv stay as they are: {error}", file=sys.stderr)
         print(write_report(options.folders, options.output))
     except UserError as error:
         print_error(error)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
-from qlora_fsdp.records.run_state import REPORT_FILE, find_runs
+from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, find_runs, read_jobs
 from qlora_fsdp.report.run_files import Run, read_run_files
 from qlora_fsdp.report.sections import charts, details, facts, figures, generations, memory, swept
 from qlora_fsdp.report.style import STYLE
-from qlora_fsdp.report.sweep_table import read_swept
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -30,7 +29,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         raise RunFolderError(f"No run is in {where}. Name a run.folder, or a folder above some.")
     root = Path(os.path.commonpath(folders))
     names = {run: run.name if run == root else str(run.relative_to(root)) for run in found}
-    settings = {run: by_sweep for folder in folders for run, by_sweep in read_swept(folder).items()}
+    settings = {run: by_sweep for folder in folders for run, by_sweep in read_jobs(folder / SWEEP_FILE)}
     page = make_page(
         names[found[0]] if len(found) == 1 else root.name,
         [read_run_files(run, names[run], settings.get(run, {})) for run in found],

@@ -64,12 +64,6 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     return [describe_job(job, swept) for job, swept in read_jobs(folder / SWEEP_FILE)]
 
 
-def read_swept(folder: Path) -> dict[Path, dict[str, str]]:
-    """Returns the settings that the sweep in `folder` gave each of its run folders; empty if there is no sweep."""
-    here = folder.resolve()  # the sweep may have been copied from another machine, where its folder had another name
-    return {here / job.name: swept for job, swept in read_jobs(folder / SWEEP_FILE)}
-
-
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
     """Returns the table of a sweep, in which the best job has a star."""
     losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]

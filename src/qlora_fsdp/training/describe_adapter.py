@@ -12,8 +12,9 @@ from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
-from qlora_fsdp.model.experts import has_experts
+from qlora_fsdp.model.experts import is_apart
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, NUM_FINAL, read_metrics
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.train_result import TrainResult
@@ -136,12 +137,19 @@ def _why_merge(prepared: Prepared, config: Config) -> str | None:
         return "it is a DoRA adapter"
     if config.lora.modules_to_save:
         return "it holds whole layers (lora.modules_to_save)"
-    if config.lora.experts and has_experts(prepared.assembled.meta.model):
-        return "its experts' adapters are as PEFT keeps them (qlora-fsdp merge write=adapter writes them for vLLM)"
     if prepared.assembled.tokens.ids:
         return "it has rows for new tokens"
+    stored = {assignment.name: assignment.stored for assignment in prepared.assembled.meta.assignments}
+    experts = [
+        stored[f"{name.replace('.base_layer', '')}.{module.parameter_name}"]
+        for name, module in prepared.model.base.named_modules()
+        if isinstance(module, ExpertLora)
+    ]
+    if any(map(is_apart, experts)):
+        return "its experts' adapters are as PEFT keeps them (qlora-fsdp merge write=adapter writes them for vLLM)"
     if config.lora.rank_pattern or config.lora.alpha_pattern:
-        return "its layers differ in rank or alpha (qlora-fsdp merge write=adapter makes them alike for vLLM)"
+        hint = "" if experts else " (qlora-fsdp merge write=adapter makes them alike for vLLM)"
+        return f"its layers differ in rank or alpha{hint}"
     return None
 
 

@@ -31,6 +31,8 @@ from qlora_fsdp.runtime.rows import local_rows, local_tensor
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 BASE_COPY = ".base_layer.weight"  # how the name of a weight of the base ends beside an adapter of its layer
+# How the names of tables of the base end, which PEFT saves beside an adapter of a base that was resized.
+RESIZED = (".original_module.weight", ".token_adapter.base_layer.weight")
 BASE_FIX = "Set model.path to the model that it was trained on"
 
 
@@ -86,8 +88,8 @@ class SavedAdapter:
             fix: what to do if it does not fit, for the message.
 
         Raises:
-            AdapterError: its file is damaged, tensors are missing, left over or of another shape, or it has rows for
-                tokens of the head alone.
+            AdapterError: its file is damaged, tensors are missing, left over or of another shape, it has rows for
+                tokens of the head alone, or it holds a base's resized embeddings.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
         found = read_shapes(self.folder, str(self))
@@ -114,6 +116,11 @@ class SavedAdapter:
             for key in sorted(found.keys() & shapes.keys())
             if found[key] != shapes[key]
         ]
+        if any(key.endswith(RESIZED) for key in left_over):
+            raise AdapterError(
+                f"{self} holds the embeddings of a base that was resized for new tokens, which is not here. Merge the "
+                f"two by PEFT's merge_and_unload, and set model.path to the result, without {self.setting}."
+            )
         if problems:
             number = len(problems)
             raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")

@@ -177,11 +177,13 @@ def _complete(
             raise OSError(f"{file} is not what its rank wrote: is run.folder shared by all nodes?")
     write_index(temporary, snapshot.whole, [rows for rows, _ in everyone])
     write_adapter(temporary / "adapter", _read_parameters(temporary, set(files)))
-    files |= _describe_files(temporary, [temporary / INDEX, *(temporary / "adapter").iterdir()])
+    written = list((temporary / "adapter").rglob("*"))  # a tokenizer may have a folder of chat templates
+    folders = [path for path in written if path.is_dir()]
+    files |= _describe_files(temporary, [temporary / INDEX, *(path for path in written if path.is_file())])
     manifest = asdict(replace(content, files=files))
     del manifest["folder"]
     (temporary / MANIFEST).write_text(json.dumps({"sha256": digest_manifest(manifest), **manifest}, indent=1))
-    for path in (temporary / MANIFEST, temporary / "adapter", temporary):
+    for path in (temporary / MANIFEST, *folders, temporary / "adapter", temporary):
         _sync(path)
     temporary.rename(content.folder)
     _sync(content.folder.parent)
