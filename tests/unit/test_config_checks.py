@@ -137,6 +137,8 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("lora.init_lora_weights=pissa_niter_16", "which are packed codes here"),
         ("lora.init_lora_weights=loftq quant=int8", "which are packed codes here"),
         ("lora.init_lora_weights=olora quant=none", "of which a rank has only a part"),
+        ("lora.init_lora_weights=orthogonal lora.r=3", "lora.init_lora_weights=orthogonal needs even ranks"),
+        ("lora.init_lora_weights=Orthogonal lora.r=5", "needs even ranks, and one is 5."),
         ("lora.init_lora_weights=false", "is not an initialisation that leaves the base model as it is."),
         ("lora.target_modules=[]", "is neither a list of names nor a regular expression."),
         ("lora.target_modules=3", "is neither a list of names nor a regular expression."),

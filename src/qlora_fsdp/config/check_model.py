@@ -183,6 +183,11 @@ def _lora(config: Config) -> Iterator[Problem]:
             reason = "is not an initialisation that leaves the base model as it is."
         fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
         yield problem_with(config, "lora.init_lora_weights", reason, fix)
+    odd = [rank for rank in (lora.r, *lora.rank_pattern.values()) if rank % 2]
+    if init == "orthogonal" and odd:
+        reason = f"needs even ranks, and one is {odd[0]}."
+        fix = "Set even numbers in lora.r and lora.rank_pattern, or lora.init_lora_weights=true."
+        yield problem_with(config, "lora.init_lora_weights", reason, fix)
     targets = lora.target_modules
     is_names = isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
     if not is_names and not (isinstance(targets, str) and targets):
