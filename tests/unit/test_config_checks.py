@@ -43,6 +43,13 @@ def test_dry_run_has_no_problem() -> None:
     assert complaints(configure()) == []
 
 
+def test_a_config_that_would_not_be_read_is_refused() -> None:
+    own = ["model=custom", "model.path=org/name", "data=default", "data.path=org/name", "model.config.rms_norm_eps=0.1"]
+    (message,) = complaints(configure(*own))
+    assert "model.config={rms_norm_eps: 0.1} has no effect on model.weights=checkpoint" in message
+    assert complaints(configure(*own, "model.weights=random")) == []
+
+
 def test_every_kind_of_file_that_is_read_is_missed() -> None:
     for suffix in (*READERS, *TEXT_SUFFIXES, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)):
         (problem,) = complaints(configure(f"data.eval_path=held_out{suffix}"))
