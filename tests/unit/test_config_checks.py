@@ -43,6 +43,14 @@ def test_dry_run_has_no_problem() -> None:
     assert complaints(configure()) == []
 
 
+def test_a_system_prompt_is_for_rows_of_conversations_and_for_prompts() -> None:
+    settings = ["task=preference", "data=default", "data.system_prompt=x", "data.path=org/name"]
+    (message,) = complaints(configure(*settings))
+    assert "data.system_prompt=x has no effect with task.name=preference" in message
+    without_rows = check_settings(configure(*settings, "data.path=null"), Needs(optional=("data.path",)))  # `generate`
+    assert without_rows == []
+
+
 def test_a_config_that_would_not_be_read_is_refused() -> None:
     own = ["model=custom", "model.path=org/name", "data=default", "data.path=org/name", "model.config.rms_norm_eps=0.1"]
     (message,) = complaints(configure(*own))
