@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 CASES = {
     "kaiming": [],
-    "gaussian": ["lora.init_lora_weights=gaussian"],
+    "gaussian": ["lora.init_lora_weights=Gaussian"],  # in any case, as in PEFT
     "orthogonal": ["lora.init_lora_weights=orthogonal"],
     "another seed": ["training.seed=1"],
     "dora": ["lora.use_dora=true"],

@@ -59,6 +59,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"target_modules": ["v_proj"], "trainable_token_indices": {"embed_tokens": [259, 260], "lm_head": [259, 260]}},
     ),
+    "new tokens of the head beside whole embeddings": (
+        "llama",
+        {
+            "target_modules": ["v_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "trainable_token_indices": {"lm_head": [259, 260]},
+        },
+    ),
     "tokens in any order": (
         "llama",
         {

@@ -43,6 +43,21 @@ def test_dry_run_has_no_problem() -> None:
     assert complaints(configure()) == []
 
 
+def test_a_system_prompt_is_for_rows_of_conversations_and_for_prompts() -> None:
+    settings = ["task=preference", "data=default", "data.system_prompt=x", "data.path=org/name"]
+    (message,) = complaints(configure(*settings))
+    assert "data.system_prompt=x has no effect with task.name=preference" in message
+    without_rows = check_settings(configure(*settings, "data.path=null"), Needs(optional=("data.path",)))  # `generate`
+    assert without_rows == []
+
+
+def test_a_config_that_would_not_be_read_is_refused() -> None:
+    own = ["model=custom", "model.path=org/name", "data=default", "data.path=org/name", "model.config.rms_norm_eps=0.1"]
+    (message,) = complaints(configure(*own))
+    assert "model.config={rms_norm_eps: 0.1} has no effect on model.weights=checkpoint" in message
+    assert complaints(configure(*own, "model.weights=random")) == []
+
+
 def test_every_kind_of_file_that_is_read_is_missed() -> None:
     for suffix in (*READERS, *TEXT_SUFFIXES, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)):
         (problem,) = complaints(configure(f"data.eval_path=held_out{suffix}"))
@@ -137,6 +152,8 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("lora.init_lora_weights=pissa_niter_16", "which are packed codes here"),
         ("lora.init_lora_weights=loftq quant=int8", "which are packed codes here"),
         ("lora.init_lora_weights=olora quant=none", "of which a rank has only a part"),
+        ("lora.init_lora_weights=orthogonal lora.r=3", "lora.init_lora_weights=orthogonal needs even ranks"),
+        ("lora.init_lora_weights=Orthogonal lora.r=5", "needs even ranks, and one is 5."),
         ("lora.init_lora_weights=false", "is not an initialisation that leaves the base model as it is."),
         ("lora.target_modules=[]", "is neither a list of names nor a regular expression."),
         ("lora.target_modules=3", "is neither a list of names nor a regular expression."),

@@ -19,7 +19,7 @@ from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
-from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.common.errors import Interrupted, StopNow
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes
@@ -157,8 +157,8 @@ def test_a_run_that_ends_is_saved_elsewhere(training: Any, tmp_path: Path, monke
     shutil.rmtree(place.parent)
 
 
-@pytest.mark.parametrize("error", [Interrupted(2), ValueError("a bug")])
-def test_an_error_does_not_wait_for_a_stuck_disk(training: Any, monkeypatch: pytest.MonkeyPatch, error: Exception):
+@pytest.mark.parametrize("error", [Interrupted(2), StopNow(2), ValueError("a bug")])
+def test_an_error_does_not_wait_for_a_stuck_disk(training: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException):
     monkeypatch.setattr(saver_module, "ERROR_SECONDS", 0.3)
     with pytest.raises(type(error)), training.saver:
         step(training, 1)

@@ -130,6 +130,18 @@ class Interrupted(UserError):
         self.exit_code = 128 + number
 
 
+class StopNow(BaseException):
+    """Raised in the main thread, wherever that is, by a signal that ends the run: it becomes an `Interrupted`.
+
+    It is no `Exception`, which trials of a model, renders of a chat template and libraries catch: a trial would count
+    as failed, and the run would go on.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.detail = number, ""
+        super().__init__(number)
+
+
 def print_error(error: UserError) -> None:
     """Print an error for the user, below whatever progress line is there. It may quote the text of others."""
     prefix = "" if isinstance(error, Interrupted) else "Error: "  # Ctrl-C is no mistake

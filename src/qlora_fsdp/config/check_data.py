@@ -119,7 +119,8 @@ def _columns(config: Config) -> Iterator[Problem]:
     yield from unknown
     if columns and not unknown and config.data.format is DataFormat.random:
         yield problem_with(config, "data.columns", "has no effect with data.format=random.", "Leave it out.")
-    if config.data.system_prompt is not None and config.task.name is not TaskName.causal_lm:
+    has_rows = config.data.path is not None or config.data.mix  # `generate` has prompts, which it is for in any case
+    if config.data.system_prompt is not None and config.task.name is not TaskName.causal_lm and has_rows:
         reason = f"has no effect with {show('task.name', config.task.name)}: rows are no conversations."
         yield problem_with(config, "data.system_prompt", reason, "Leave it out.")
 

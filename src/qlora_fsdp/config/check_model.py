@@ -55,6 +55,10 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.weights is Weights.random and not model.config and model.path is None:
         fix = f"{preset}, model.config, or model.path to a folder with a config.json or a hub name."
         yield problem_with(config, "model.weights", "has no config to make up weights from.", fix)
+    if model.name == "custom" and model.weights is Weights.checkpoint and model.config and model.path is not None:
+        reason = "has no effect on model.weights=checkpoint: the config.json of model.path counts."
+        fix = "Leave it out (model.config={}), change a copy of that file, or set model.weights=random for a dry run."
+        yield problem_with(config, "model.config", reason, fix)
     is_dry_run = config.data.format is DataFormat.random
     is_there = model.path is not None and path_exists(model.path)
     if model.name == "tiny" and is_there and model.weights is Weights.random and not is_dry_run:
@@ -182,6 +186,11 @@ def _lora(config: Config) -> Iterator[Problem]:
         if not isinstance(init, str):
             reason = "is not an initialisation that leaves the base model as it is."
         fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
+        yield problem_with(config, "lora.init_lora_weights", reason, fix)
+    odd = [rank for rank in (lora.r, *lora.rank_pattern.values()) if rank % 2]
+    if init == "orthogonal" and odd:
+        reason = f"needs even ranks, and one is {odd[0]}."
+        fix = "Set even numbers in lora.r and lora.rank_pattern, or lora.init_lora_weights=true."
         yield problem_with(config, "lora.init_lora_weights", reason, fix)
     targets = lora.target_modules
     is_names = isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)

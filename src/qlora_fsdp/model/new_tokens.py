@@ -39,11 +39,12 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     if not tokens.ids:
         return {}
     embeddings: Any = model.get_input_embeddings()
-    head = model.get_output_embeddings() if tokens.with_head else None
-    tables = {_name(model, embeddings): embeddings}
+    tables, whole = {_name(model, embeddings): embeddings}, lora.modules_to_save or []
+    has_head_rows = tokens.with_head or is_target(_name(model, embeddings), whole)  # else there would be none
+    head = model.get_output_embeddings() if has_head_rows else None
     if head is not None:
         tables[_name(model, head)] = head
-    rows = {name: table for name, table in tables.items() if not is_target(name, lora.modules_to_save or [])}
+    rows = {name: table for name, table in tables.items() if not is_target(name, whole)}
     shares_weight = getattr(head, "weight", None) is embeddings.weight
     is_tied = shares_weight and len(rows) == 2
     for name, table in rows.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from qlora_fsdp.common.errors import Interrupted, UserError
+from qlora_fsdp.common.errors import Interrupted, StopNow, UserError
 from qlora_fsdp.common.text import first_line
 
 OF_GLOO = ("gloo", "Application timeout caused pair closure")  # most errors begin with the place in its source
@@ -32,9 +32,9 @@ class Failure:
     lost: list[int] = field(default_factory=list)
 
 
-def find_interrupted(error: BaseException | None) -> Interrupted | None:
+def find_interrupted(error: BaseException | None) -> Interrupted | StopNow | None:
     """The signal behind an error, if any: a library that a signal interrupts may raise an error of its own."""
-    while error is not None and not isinstance(error, Interrupted):
+    while error is not None and not isinstance(error, Interrupted | StopNow):
         error = error.__cause__ or error.__context__
     return error
 

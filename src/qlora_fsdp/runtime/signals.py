@@ -14,7 +14,7 @@ import select
 import signal
 from types import FrameType
 
-from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.common.errors import StopNow
 
 log = logging.getLogger("qlora_fsdp")
 
@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals:
     """Takes the signals of this process over, until `restore()`.
 
-    At first, a signal raises `Interrupted` in the main thread. After `be_patient()`, a signal is only kept in `asked`,
+    At first, a signal raises `StopNow` in the main thread. After `be_patient()`, a signal is only kept in `asked`,
     so that training can stop at the end of a step, and a second SIGINT raises.
 
     Attributes:
@@ -53,7 +53,7 @@ class StopSignals:
         return self._judge(signal.Signals(number)) if number in SIGNALS else None  # others are a library's: SIGCHLD
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Raise `Interrupted` in the main thread, patient or not."""
+        """Raise `StopNow` in the main thread, patient or not."""
         self._is_patient = False
         _thread.interrupt_main(number)
 
@@ -77,7 +77,7 @@ class StopSignals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._is_patient and not self._has_raised:
             self._has_raised = True
-            raise Interrupted(number)
+            raise StopNow(number)
 
     def _judge(self, number: signal.Signals) -> signal.Signals | None:
         if not self._is_patient:

@@ -146,7 +146,7 @@ def _check_by_parameter(config: LoraConfig, targets: Targets) -> None:
                 f"{show(f'lora.{key}', value)}: PEFT has none for {where}, whose adapter it finds by its parameter. "
                 f"Set {show(f'lora.{key}', plain)}, or lora.target_modules to other layers, such as [q_proj,v_proj]."
             )
-    if targets.experts and config.init_lora_weights == "orthogonal":
+    if targets.experts and str(config.init_lora_weights).lower() == "orthogonal":
         raise AdapterError(
             f"lora.init_lora_weights=orthogonal is for one matrix, and {where} has one for each expert. Set "
             "lora.init_lora_weights=true, or lora.experts=false."

@@ -75,6 +75,7 @@ def _draw(
     if init is True:
         bound = math.sqrt(1 / in_features)  # kaiming_uniform_(a=sqrt(5))
         return values_a.uniform_(-bound, bound, generator=generator), values_b
+    init = str(init).lower()
     if init == "gaussian":
         return values_a.normal_(0.0, 1 / rank, generator=generator), values_b
     assert init == "orthogonal", init

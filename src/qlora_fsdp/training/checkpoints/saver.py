@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.common.errors import Interrupted, StopNow
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.checkpoints.checkpoint import load_checkpoint, read_manifest
@@ -59,7 +59,7 @@ class Saver:
     ) -> None:
         if error is None:
             self.thread.wait(goes_on=False)
-        elif not isinstance(error, Interrupted):
+        elif not isinstance(error, Interrupted | StopNow):
             with suppress(Exception):  # what ends the run is `error`
                 self.thread.wait(ERROR_SECONDS, goes_on=False)
 
