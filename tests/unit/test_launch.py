@@ -155,6 +155,24 @@ def test_a_sweeper_of_the_ecosystem_gets_the_losses(tmp_path: Path, capsys: pyte
     assert f"training.learning_rate: {best['overrides']['training.learning_rate']}" in found
 
 
+@pytest.mark.parametrize(("seed", "exit_code"), [(1, 1), (2, 2)], ids=["later", "at first"])
+def test_a_search_goes_on_after_a_trial_of_refused_settings_unless_it_is_the_first(
+    seed: int, exit_code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    sampler = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=random", f"hydra.sweeper.sampler.seed={seed}"]
+    argv = ["-m", *BASE, "run.folder=s", "training.learning_rate=interval(0.001,0.1)", "lora.r=4,0", *sampler]
+    assert main([*argv, "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=1"]) == exit_code
+    refused = "lora.r=0 must be finite and at least 1."
+    if exit_code == 2:
+        assert f"\nError: {refused}" in capsys.readouterr().err and not (tmp_path / "s" / "starts.jsonl").exists()
+        return
+    assert f" is not started: {refused}" in capsys.readouterr().err
+    jobs = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]
+    assert [(job["overrides"]["lora.r"] == "0") == (job["status"] == "new") for job in jobs] == [True] * 6
+    assert {job["overrides"]["lora.r"] for job in jobs} == {"0", "4"}
+
+
 def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BASE, "hydra/launcher=accelerate", "run.name=one"]) == 0
     assert (Path("outputs") / "one" / "summary.json").exists()

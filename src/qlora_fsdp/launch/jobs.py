@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.compose import read_composed
 from qlora_fsdp.config.identity import NOT_THE_RUNS, find_changes, is_harmless, plain_settings, read_settings
@@ -38,12 +38,14 @@ class Job:
         config: all of its settings.
         arguments: the arguments for `qlora_fsdp.train`.
         folder: the absolute path of its run folder.
+        problems: why it can't run.
     """
 
     swept: dict[str, str]
     config: Config
     arguments: list[str]
     folder: Path
+    problems: tuple[Problem, ...] = ()
 
     @property
     def label(self) -> str:
@@ -69,7 +71,7 @@ def collect_jobs(
     options: Sequence[str],
     picked: Collection[str],
 ) -> list[Job]:
-    """Returns the jobs that a sweeper asks for, after checking all of them.
+    """Returns the jobs that a sweeper asks for, and says of each why it can't run.
 
     Args:
         compose: makes a configuration of overrides.
@@ -78,14 +80,11 @@ def collect_jobs(
         folder: the folder of the sweep. Each job gets a folder in it, or the folder itself if nothing is swept.
         options: options for every job's command line, e.g. `--config-dir`.
         picked: the groups of which a file among the options picks an option, so that nobody need type it.
-
-    Raises:
-        ConfigError: the settings of some job can't be used.
     """
     parser = OverridesParser.create()
     last = {_key(override): override for override in parser.parse_overrides(list(typed))}  # of a setting typed twice
     fixed = {key for key, override in last.items() if not override.is_sweep_override()}
-    jobs, problems = [], []
+    jobs = []
     for texts in batch:
         overrides = parser.parse_overrides(list(texts))
         swept = {_key(o): _value(o) for o in overrides if _key(o) not in fixed}
@@ -95,19 +94,20 @@ def collect_jobs(
             for override in overrides
             if not _is_of_launch(_key(override)) and _key(override) not in ("run.folder", *picked)
         ]
-        if "run.folder" in swept:
-            fix = "Give one folder for the sweep; every job gets one of its own in it."
-            problems.append(Problem(f"run.folder={swept['run.folder']}", "is swept over.", fix))
         config, mistakes = read_composed(partial(_compose_job, compose, texts, own), find_start)
         if swept and "run.name" not in swept:  # in W&B each job needs a name of its own
             arguments = [text for text in arguments if not text.startswith("run.name=")]
             arguments.append(_as_typed("run.name", f"{config.run.name}__{own.name}"))
         job = Job(swept, config, [*options, *arguments, _as_typed("run.folder", str(own))], own)
-        jobs.append(job)
-        problems += mistakes or _check(job)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))  # most are the same for every job
+        problems = [*_swept_folder(swept), *(mistakes or _check(job))]
+        jobs.append(replace(job, problems=tuple(problems)))
     return jobs
+
+
+def _swept_folder(swept: dict[str, str]) -> Iterator[Problem]:
+    if "run.folder" in swept:
+        fix = "Give one folder for the sweep; every job gets one of its own in it."
+        yield Problem(f"run.folder={swept['run.folder']}", "is swept over.", fix)
 
 
 def _compose_job(compose: Callable[[list[str]], DictConfig], texts: Sequence[str], folder: Path) -> DictConfig:

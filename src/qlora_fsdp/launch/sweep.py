@@ -17,6 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
+from qlora_fsdp.common.errors import ConfigError, refuse
 from qlora_fsdp.config.hydra_files import FOLDER_SCHEME
 from qlora_fsdp.launch.jobs import Job, collect_jobs
 from qlora_fsdp.report.sweep_table import describe_job, write_results
@@ -56,19 +57,25 @@ class Sweep:
 
         Returns:
             For each job its last evaluation loss, or training loss where it evaluates on nothing, or infinity if it
-            failed: a sweeper then continues with other jobs.
+            failed: a sweeper then continues with other jobs. So it does after a job whose settings can't be used, once
+            others of a search have run.
 
         Raises:
-            ConfigError: the settings of some job can't be used, and none was started.
+            ConfigError: the settings of some job of the first batch can't be used, and none was started.
             Interrupted: by a signal, after which the running jobs have saved and ended.
         """
         jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options, self._picked)
+        refused = [job for job in jobs if job.problems]
+        if not self._jobs:
+            refuse(dict.fromkeys(problem for job in refused for problem in job.problems))  # most are the same for all
+        for job in refused:
+            print(f"{job.label} is not started: {ConfigError(job.problems)}", file=sys.stderr)
         self._jobs |= {job.folder: job for job in jobs}
         different = {job.folder: job for job in jobs}  # a sampler may ask for the same job twice
-        unfinished = [job for job in different.values() if not job.is_done]
+        unfinished = [job for job in different.values() if not job.is_done and not job.problems]
         has_table = any(job.swept for job in jobs) and not jobs[0].config.launch.dry_run
-        if len(unfinished) < len(different):
-            print(f"{len(different) - len(unfinished)} of {len(different)} jobs have finished before.")
+        if num_done := sum(job.is_done for job in different.values()):
+            print(f"{num_done} of {len(different)} jobs have finished before.")
         if has_table:
             write_results(self.folder, self._describe())
         try:
@@ -86,6 +93,6 @@ class Sweep:
 
 def _job_return(job: Job) -> JobReturn:
     state = job.state
-    loss = state.compared_loss if state.status == "finished" else None
+    loss = state.compared_loss if state.status == "finished" and not job.problems else None
     value = loss if loss is not None and math.isfinite(loss) else math.inf
     return JobReturn(overrides=job.arguments, task_name=job.label, status=JobStatus.COMPLETED, _return_value=value)
