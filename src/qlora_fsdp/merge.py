@@ -22,7 +22,7 @@ from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.records.ending import ask
+from qlora_fsdp.records.ending import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             processes.device,
         )
     )
-    log.info(_describe_end(out, is_there, config.task.is_causal))
+    log.info(_describe_end(out, is_there, config))
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
@@ -107,7 +107,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         print_result(json.dumps(report))
 
 
-def _describe_end(out: Path, was_there: bool, is_causal: bool) -> str:
+def _describe_end(out: Path, was_there: bool, config: Config) -> str:
     """Describe the result, and what to type next with a model that writes text."""
     files = list(out.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
@@ -115,7 +115,9 @@ def _describe_end(out: Path, was_there: bool, is_causal: bool) -> str:
     if was_there:
         return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
     merged = f"Merged: {out} ({what}). It is a model as any other"
-    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(out))}', out)}" if is_causal else f"{merged}."
+    if not config.task.is_causal:
+        return f"{merged}."
+    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(out))}{trust(config.model.trust_remote_code)}', out)}"
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:
