@@ -255,6 +255,17 @@ def test_trained_parameters_without_a_gradient():
         check_gradients(model, 0, True, processes)
 
 
+def test_gradients_that_the_first_update_made_zero():
+    """Adapters that had a gradient were said not to belong in lora.target_modules."""
+    model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
+    for param in model.model.parameters():
+        param.grad = torch.zeros_like(param)
+    processes = SimpleNamespace(sum=lambda values: values)
+    with pytest.raises(TrainingError, match=r"2 parameters .* in step 2.*Set training\.learning_rate lower") as caught:
+        check_gradients(model, 1, False, processes)
+    assert "target_modules" not in str(caught.value)
+
+
 def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     assert evaluate.main(["model=tiny", "tasks=arc_easy", "limit=0"]) == 2
