@@ -20,7 +20,16 @@ from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
+from qlora_fsdp.config.schema import (
+    Config,
+    EmbeddingStorage,
+    PreferenceConfig,
+    QuantType4bit,
+    TaskConfig,
+    TaskName,
+    TokenizerConfig,
+    Weights,
+)
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.ending import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
@@ -198,6 +207,10 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     if rows is not None and not config.task.is_causal:
         reason = "compares next-token predictions, which a classifier has none of."
         problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
+    elif rows is not None and path_exists(rows) and _are_pairs(rows, config):
+        reason = "has pairs of answers, and the comparison takes one text from each row."
+        fix = "Set data.columns={completion: chosen}, or {messages: chosen} where these are whole chats."
+        problems.append(Problem(f"report_data={rows}", reason, fix))
     if settings.base == "dequantized" and not (config.quant.load_in_4bit or config.quant.load_in_8bit):
         problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
     if config.model.weights is Weights.random:
@@ -206,6 +219,15 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     if processes.num_ranks > 1:
         problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
     refuse(problems)
+
+
+def _are_pairs(rows: str, config: Config) -> bool:
+    """Whether the rows are pairs of answers, and no texts."""
+    from qlora_fsdp.data.form import find_first
+
+    as_texts = replace(config, data=replace(config.data, path=rows, mix={}), task=TaskConfig(TaskName.causal_lm))
+    as_pairs = replace(as_texts, task=TaskConfig(TaskName.preference), preference=PreferenceConfig())
+    return find_first(as_texts) is None and find_first(as_pairs) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.inference import merge_files
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
+from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
@@ -216,6 +217,16 @@ def test_an_adapter_of_another_base_is_refused(adapters, tmp_path: Path, capsys)
     arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={demo}"]
     assert merge.main(arguments) == 2
     assert "does not fit the model" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+
+
+def test_pairs_of_answers_are_refused_before_the_merge(tmp_path: Path, capsys):
+    """Each row was to blame, and the advice was task=preference, which changes nothing here."""
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert merge.main(["model=tiny", f"report_data={pairs}"]) == 2
+    message = capsys.readouterr().err
+    assert f"report_data={pairs} has pairs of answers" in message and "task=" not in message
+    assert merge.main(["model=tiny", f"report_data={pairs}", "data.columns={completion: chosen}"]) == 2
+    assert "pairs" not in capsys.readouterr().err.replace(str(pairs), "")
 
 
 def test_bad_input_is_named_at_once(capsys):
