@@ -24,7 +24,6 @@ from qlora_fsdp.config.schema import (
     Config,
     EmbeddingStorage,
     PreferenceConfig,
-    QuantType4bit,
     TaskConfig,
     TaskName,
     TokenizerConfig,
@@ -86,8 +85,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
 
     built_as = config
     if settings.quantize is not None and settings.base == "full":  # whatever format the adapter was trained on
-        kind, ends = QuantType4bit(settings.quantize), EmbeddingStorage.none
-        quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
+        # int8, which rows of any length can have, only says which layers are quantized: `takes_codes` has the last word
+        quant = replace(config.quant, load_in_4bit=False, load_in_8bit=True, embeddings=EmbeddingStorage.none)
         built_as = replace(config, quant=quant)
     adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":

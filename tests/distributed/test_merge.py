@@ -158,6 +158,26 @@ def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: P
     torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
 
 
+def test_layers_too_narrow_for_blocks_stay_as_they_are(tmp_path: Path):
+    """Gemma 3n, trained in int8, was refused: it has matrices of four columns."""
+    base = make_checkpoint("gemma3n_text", tmp_path / "base", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    own = [f"adapter={tmp_path / 'adapter'}", f"model.path={base}", "model.tokenizer_path=bytes", "quant=int8"]
+    full, out = tmp_path / "full", tmp_path / "nf4"
+    for folder, more in ((full, []), (out, ["quantize=nf4"])):
+        assert merge.main([*own, f"out={folder}", *more]) == 0
+    quantized = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager", device_map={"": "cpu"}
+    )
+    kept = "[lm_head,altup_unembed_projections.2,correction_coefs,prediction_coefs]"  # two are transformers' choice
+    skip = f"quant.llm_int8_skip_modules={kept}"
+    expected = load_stock(full, load_config([f"model.path={full}", skip]).quant)
+    assert isinstance(quantized.model.layers[1].mlp.up_proj, bnb.nn.Linear4bit)
+    assert type(quantized.model.layers[1].altup.correction_coefs) is torch.nn.Linear
+    torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
+
+
 def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_path, monkeypatch, capsys):
     out, saved = tmp_path / "merged", []
     save = merge_files._save
