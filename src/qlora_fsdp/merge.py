@@ -20,9 +20,17 @@ from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
+from qlora_fsdp.config.schema import (
+    Config,
+    EmbeddingStorage,
+    PreferenceConfig,
+    TaskConfig,
+    TaskName,
+    TokenizerConfig,
+    Weights,
+)
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.records.ending import ask
+from qlora_fsdp.records.ending import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
 if TYPE_CHECKING:
@@ -77,8 +85,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
 
     built_as = config
     if settings.quantize is not None and settings.base == "full":  # whatever format the adapter was trained on
-        kind, ends = QuantType4bit(settings.quantize), EmbeddingStorage.none
-        quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
+        # int8, which rows of any length can have, only says which layers are quantized: `takes_codes` has the last word
+        quant = replace(config.quant, load_in_4bit=False, load_in_8bit=True, embeddings=EmbeddingStorage.none)
         built_as = replace(config, quant=quant)
     adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":
@@ -98,7 +106,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             processes.device,
         )
     )
-    log.info(_describe_end(out, is_there, config.task.is_causal))
+    log.info(_describe_end(out, is_there, config))
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
@@ -107,7 +115,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         print_result(json.dumps(report))
 
 
-def _describe_end(out: Path, was_there: bool, is_causal: bool) -> str:
+def _describe_end(out: Path, was_there: bool, config: Config) -> str:
     """Describe the result, and what to type next with a model that writes text."""
     files = list(out.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
@@ -115,7 +123,9 @@ def _describe_end(out: Path, was_there: bool, is_causal: bool) -> str:
     if was_there:
         return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
     merged = f"Merged: {out} ({what}). It is a model as any other"
-    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(out))}', out)}" if is_causal else f"{merged}."
+    if not config.task.is_causal:
+        return f"{merged}."
+    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(out))}{trust(config.model.trust_remote_code)}', out)}"
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:
@@ -196,6 +206,10 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     if rows is not None and not config.task.is_causal:
         reason = "compares next-token predictions, which a classifier has none of."
         problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
+    elif rows is not None and path_exists(rows) and _are_pairs(rows, config):
+        reason = "has pairs of answers, and the comparison takes one text from each row."
+        fix = "Set data.columns={completion: chosen}, or {messages: chosen} where these are whole chats."
+        problems.append(Problem(f"report_data={rows}", reason, fix))
     if settings.base == "dequantized" and not (config.quant.load_in_4bit or config.quant.load_in_8bit):
         problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
     if config.model.weights is Weights.random:
@@ -204,6 +218,15 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     if processes.num_ranks > 1:
         problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
     refuse(problems)
+
+
+def _are_pairs(rows: str, config: Config) -> bool:
+    """Whether the rows are pairs of answers, and no texts."""
+    from qlora_fsdp.data.form import find_first
+
+    as_texts = replace(config, data=replace(config.data, path=rows, mix={}), task=TaskConfig(TaskName.causal_lm))
+    as_pairs = replace(as_texts, task=TaskConfig(TaskName.preference), preference=PreferenceConfig())
+    return find_first(as_texts) is None and find_first(as_pairs) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

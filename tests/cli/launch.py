@@ -158,6 +158,13 @@ class Launch(Command):
             self.process.wait()
 
 
+def check_message_alone(command: Launch, message: str) -> None:
+    """See that a command of `qlora-fsdp` has ended with this message: one line, the last on the screen."""
+    before, _, last = command.output.rpartition("\n\n")
+    assert last.startswith(message) and last.count("\n") == 1, command.output
+    assert before.startswith("qlora-fsdp ") and "Traceback" not in before and "Error" not in before, command.output
+
+
 class ForkedLaunch(Command):
     """The same command on ranks that have the libraries already (tests/helpers/ranks.py): 10 seconds less for each.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.launch import SHORT_STEPS, Launch
+from tests.cli.launch import SHORT_STEPS, Launch, check_message_alone
 
 pytestmark = pytest.mark.distributed
 
@@ -86,13 +86,7 @@ def interrupt_imports(folder: Path) -> Launch:
     return command
 
 
-def terminate(folder: Path) -> Launch:
-    command = start(folder)
-    command.process.send_signal(signal.SIGTERM)
-    return command
-
-
-# What happens, the exit code, and the message
+# What happens, the exit code, and the message; SIGTERM is in test_train_on.py, to a run that has been resumed
 CASES: dict[str, tuple[Callable[[Path], Launch], int, str]] = {
     "contradiction": (contradict, 2, "Error: FSDP_OFFLOAD_PARAMS=true contradicts fsdp.cpu_offload=false, which is"),
     "a rank is killed": (kill_one, 6, "Error: rank 1 is gone: process "),
@@ -102,7 +96,6 @@ CASES: dict[str, tuple[Callable[[Path], Launch], int, str]] = {
 SLOW_CASES: dict[str, tuple[Callable[[Path], Launch], int, str]] = {
     "all ranks are killed": (kill_all, 6, "Error: rank "),  # whichever the launcher sees first
     "Ctrl-C twice": (interrupt_twice, 130, "Interrupted by SIGINT. No step is saved"),
-    "SIGTERM": (terminate, 143, "Interrupted by SIGTERM. Step "),
 }
 
 
@@ -128,9 +121,7 @@ def ended(
 def test_ends_with_the_message_alone(ended: dict[str, Future[Launch]], case: str) -> None:
     command, (_, exit_code, message) = ended[case].result(), (CASES | SLOW_CASES)[case]
     assert command.finish() == exit_code, command.output
-    before, _, last = command.output.rpartition("\n\n")
-    assert last.startswith(message) and last.count("\n") == 1, command.output
-    assert before.startswith("qlora-fsdp ") and "Traceback" not in before and "Error" not in before, command.output
+    check_message_alone(command, message)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launch import ForkedLaunch, Launch
+from tests.cli.launch import ForkedLaunch, Launch, check_message_alone
 from tests.helpers.lines import read_lines
 
 pytestmark = pytest.mark.distributed
@@ -43,6 +43,7 @@ def test_a_run_trains_on_from_another_and_resumes_without_it(tmp_path: Path) -> 
     third.wait_for_steps(num_steps + 2)
     third.process.send_signal(signal.SIGTERM)
     assert third.finish() == 128 + signal.SIGTERM, third.output
+    check_message_alone(third, "Interrupted by SIGTERM. Step ")
     assert "Going on from step" in third.output
     anew = Launch(tmp_path / "dpo", "qlora-fsdp", *on, TWO_RANKS, "run.overwrite=true")
     assert anew.finish() == 2 and "holds no adapter" in anew.errors[0]

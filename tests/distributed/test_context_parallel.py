@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,24 @@ def runs(argv, tmp_path_factory) -> Callable[[int, bool], list[dict[str, tuple[T
     return once(run)
 
 
+@pytest.fixture(scope="module")
+def stock(argv) -> Callable[[str], tuple[list[float], list[torch.Tensor]]]:
+    """Losses of the reference and the gradients of its last step, computed once for all cases with the same."""
+
+    @cache
+    def find(*arguments: str) -> tuple[list[float], list[torch.Tensor]]:
+        with gradients_of(torch.nn.utils, "clip_grad_norm_") as grads:
+            return stock_losses(arguments), grads
+
+    return lambda case: find(*argv(case, sliced=False))
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
 )
-def test_losses_and_gradients_are_those_of_one_process(runs, argv, case: str):
+def test_losses_and_gradients_are_those_of_one_process(runs, stock, case: str):
     num_ranks, num_slices, family, _ = CASES[case]
-    with gradients_of(torch.nn.utils, "clip_grad_norm_") as expected_grads:
-        expected = stock_losses(argv(case, sliced=False))
+    expected, expected_grads = stock(case)
     for rank in runs(num_ranks, case in QUICK):
         trained, grads = rank[case]
         for ours, theirs in zip(grads, expected_grads, strict=True):  # Adam hides how large they are

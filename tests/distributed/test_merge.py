@@ -21,12 +21,13 @@ from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.inference import merge_files
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
+from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
 NEW = f"tokenizer.add_tokens={json.dumps(['cat', *(f'<{number}>' for number in range(7))])}"
 ONE_FILE = "qwen2 in one file"
@@ -191,6 +192,26 @@ def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: P
     torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
 
 
+def test_layers_too_narrow_for_blocks_stay_as_they_are(tmp_path: Path):
+    """Gemma 3n, trained in int8, was refused: it has matrices of four columns."""
+    base = make_checkpoint("gemma3n_text", tmp_path / "base", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    own = [f"adapter={tmp_path / 'adapter'}", f"model.path={base}", "model.tokenizer_path=bytes", "quant=int8"]
+    full, out = tmp_path / "full", tmp_path / "nf4"
+    for folder, more in ((full, []), (out, ["quantize=nf4"])):
+        assert merge.main([*own, f"out={folder}", *more]) == 0
+    quantized = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager", device_map={"": "cpu"}
+    )
+    kept = "[lm_head,altup_unembed_projections.2,correction_coefs,prediction_coefs]"  # two are transformers' choice
+    skip = f"quant.llm_int8_skip_modules={kept}"
+    expected = load_stock(full, load_config([f"model.path={full}", skip]).quant)
+    assert isinstance(quantized.model.layers[1].mlp.up_proj, bnb.nn.Linear4bit)
+    assert type(quantized.model.layers[1].altup.correction_coefs) is torch.nn.Linear
+    torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
+
+
 def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_path, monkeypatch, capsys):
     out, saved = tmp_path / "merged", []
     save = merge_files._save
@@ -250,6 +271,16 @@ def test_an_adapter_of_another_base_is_refused(adapters, tmp_path: Path, capsys)
     arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={demo}"]
     assert merge.main(arguments) == 2
     assert "does not fit the model" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+
+
+def test_pairs_of_answers_are_refused_before_the_merge(tmp_path: Path, capsys):
+    """Each row was to blame, and the advice was task=preference, which changes nothing here."""
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert merge.main(["model=tiny", f"report_data={pairs}"]) == 2
+    message = capsys.readouterr().err
+    assert f"report_data={pairs} has pairs of answers" in message and "task=" not in message
+    assert merge.main(["model=tiny", f"report_data={pairs}", "data.columns={completion: chosen}"]) == 2
+    assert "pairs" not in capsys.readouterr().err.replace(str(pairs), "")
 
 
 def test_bad_input_is_named_at_once(capsys):

@@ -6,6 +6,7 @@ The stock libraries compute a row at a time, with transformers' eager attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,16 @@ def runs(cases: dict[str, list[str]]):
     return once(run)
 
 
+@pytest.fixture(scope="module")
+def stock(cases: dict[str, list[str]]) -> Callable[[str], list[float]]:
+    """Losses of the reference, each computed once."""
+    return cache(lambda family: stock_losses(cases[family]))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_are_those_of_rows_alone(runs, cases: dict[str, list[str]], family: str, num_ranks: int):
-    expected = stock_losses(cases[family])
+def test_losses_are_those_of_rows_alone(runs, stock, family: str, num_ranks: int):
+    expected = stock(family)
     for rank in runs(num_ranks):
         assert rank[family].inspected == attention.VARLEN
         assert rank[family].losses == pytest.approx(expected, abs=TOLERANCE)

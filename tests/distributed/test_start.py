@@ -279,19 +279,26 @@ def answer_log_prob(model: nn.Module, tokens: list[int], mask: list[bool]) -> Te
     return logps[torch.tensor(mask[1:])].sum()
 
 
+@pytest.fixture(scope="module")
+def dpo(argv: Callable[..., list[str]], pairs: Path) -> Callable[..., list[str]]:
+    """The command line of a run of DPO."""
+    own = ["task=preference", f"data.path={pairs}", "training.learning_rate=1e-2"]
+    return lambda name, *more: argv("dora, a trained head", f"dpo-{name}", *own, *more)
+
+
+@pytest.fixture(scope="module")
+def dpo_losses(dpo: Callable[..., list[str]], adapters: dict[str, Path]) -> list[float]:
+    """Losses of the reference, which are the same wherever ours has its own."""
+    config, adapter = load_config(dpo("stock")), adapters["dora, a trained head"]
+    policy, reference = (load_stock_adapter(Path(config.model.path), adapter, config.quant) for _ in range(2))
+    return stock_dpo(policy, reference.eval(), config)
+
+
 @pytest.mark.parametrize("where", PREFERENCES)
-def test_the_start_is_the_reference_of_preferences(argv, adapters: dict[str, Path], pairs: Path, where: str):
-    case = "dora, a trained head"
+def test_the_start_is_the_reference_of_preferences(dpo, dpo_losses: list[float], where: str):
     num_ranks, more = PREFERENCES[where]
-    own = ["task=preference", f"data.path={pairs}", "training.learning_rate=1e-2", *more]
-    run = argv(case, f"dpo-{list(PREFERENCES).index(where)}", *own)
-    config = load_config(run)
-    policy, reference = (
-        load_stock_adapter(Path(config.model.path), adapters[case], config.quant) for _ in ("policy", "reference")
-    )
-    expected = stock_dpo(policy, reference.eval(), config)
-    losses = run_ranks(num_ranks, train_here, run)[0].losses
-    assert losses == pytest.approx(expected, abs=1e-5)
+    losses = run_ranks(num_ranks, train_here, dpo(list(PREFERENCES).index(where), *more))[0].losses
+    assert losses == pytest.approx(dpo_losses, abs=1e-5)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and abs(losses[-1] - losses[0]) > 1e-3
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
 from tests.helpers.reference import load_stock, stock_loss
 from tests.helpers.runs import printed_by, settings, train_all
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
 PROMPTS = ["the cat sat", "rain", "old town and birds sang on"]
 TURNS = ["hi", "/system Be brief.", "the cat", "/reset", "the cat", "rain"]
 NUM_NEW = 12
@@ -402,12 +401,11 @@ def test_a_base_that_lies_elsewhere_is_told_as_the_adapters(tmp_path: Path, caps
     assert "trained on it" not in capsys.readouterr().err
 
 
-def test_chat_goes_on_after_what_it_can_not_do():
+def test_chat_goes_on_after_what_it_can_not_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     lines = b"/help\n" + b"a" * 2048 + b"\nnot UTF-8: caf\xe9\n/quit\nnot read\n"
-    arguments = [sys.executable, "-m", "qlora_fsdp.chat", "model=tiny", "max_new_tokens=2"]
-    ended = subprocess.run(arguments, input=lines, capture_output=True)
-    printed = ended.stdout.decode(errors="replace")
-    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    assert chat.main(["model=tiny", "max_new_tokens=2"]) == 0
+    printed, said = capsys.readouterr()
     assert printed.startswith("/help is none of /reset, /system TEXT, /exit\nError: the conversation has 2,")
     assert "the model knows 2,048 positions. /reset forgets it.\n" in printed and printed.count("\n") >= 3
-    assert b"1 rank on cpu, chat template: chatml" in ended.stderr
+    assert "1 rank on cpu, chat template: chatml" in said

@@ -28,7 +28,7 @@ from qlora_fsdp.tracing.model_tracer import ModelTracer
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.train_result import TrainResult
 from tests.helpers.lines import write_lines
-from tests.helpers.quick_config import load_config
+from tests.helpers.quick_config import composing_quickly, load_config
 from tests.helpers.ranks import Meeting
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "town", "and", "birds", "sang"]
@@ -81,7 +81,7 @@ def printed_by(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     """What a command prints on this rank of a world."""
     Meeting.new_port()
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), composing_quickly():
         assert main(arguments) == 0
     return printed.getvalue()
 

@@ -22,7 +22,7 @@ with quick_imports():  # most of what the modules of tests import, once in each 
     from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
     from tests.helpers.blocks import CHECKPOINTS, write_blocks
     from tests.helpers.checkpoints import make_checkpoint
-    from tests.helpers.quick_config import COMPOSED
+    from tests.helpers.quick_config import COMPOSED, composing_quickly
     from tests.helpers.runs import write_rows
     from tests.helpers.smollm2 import make_model
 
@@ -97,6 +97,13 @@ def composed(common_folder: Path) -> None:
     folder = common_folder / "composed"
     folder.mkdir(exist_ok=True)
     os.environ[COMPOSED] = str(folder)
+
+
+@pytest.fixture(scope="module")
+def quick_composing(composed: None) -> Iterator[None]:
+    """The commands of a module's tests compose the files of their settings once, which is half of what many do."""
+    with composing_quickly():
+        yield
 
 
 @pytest.fixture(scope="session")

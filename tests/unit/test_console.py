@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
+from qlora_fsdp import merge
 from qlora_fsdp.records.console import Console, start_log, stop_log
 from qlora_fsdp.records.ending import commands_for, describe_end
 from qlora_fsdp.records.journal import Journal
@@ -154,7 +155,16 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     ]
     assert describe_end(config, folder, summary | {"steps": 1}).startswith("Finished: 1 step in ")
     (folder / "adapter" / "chat_template.jinja").unlink()
-    (asks,) = commands_for(folder / "adapter", is_causal=True, is_random=True)
+    (asks,) = commands_for(folder / "adapter", is_causal=True, is_random=True, trusts_code=False)
     assert asks == f'qlora-fsdp generate {given} prompt="..."', "chat refuses a tokenizer without a chat template"
     evaluates = "qlora-fsdp evaluate adapter=a data.path=FILE"
-    assert commands_for(Path("a"), is_causal=False, is_random=True) == [evaluates]
+    assert commands_for(Path("a"), is_causal=False, is_random=True, trusts_code=False) == [evaluates]
+    config = load_config(["model.path=some/model", "data=random", "model.trust_remote_code=true"])
+    asks, merges, pushes = describe_end(config, folder, summary).splitlines()[-3:]
+    assert asks == f'  qlora-fsdp generate {given} model.trust_remote_code=true prompt="..."', (
+        "the adapter's folder can't allow it"
+    )
+    assert "model.trust_remote_code=true" in merges
+    assert "trust" not in pushes, "which loads no model"
+    (asks,) = merge._describe_end(tmp_path / "merged", False, config).splitlines()[1:]
+    assert asks == f'  qlora-fsdp generate model.path={tmp_path}/merged model.trust_remote_code=true prompt="..."'

@@ -26,6 +26,7 @@ from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
 
+pytestmark = pytest.mark.usefixtures("quick_composing")
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)

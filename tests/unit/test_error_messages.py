@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import DistNetworkError, TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, WeightConverter
 
@@ -149,12 +150,26 @@ def test_an_experts_tensor_that_is_lost_or_broken_or_quantized(tmp_path: Path):
         assert all(f"  - {key}" in str(caught.value) for key in lost)
 
 
-def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
-    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in ranks.items():
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], local_rank):
+    """On several hosts torch printed its functions' addresses twice above the message."""
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (ranks | {"LOCAL_RANK": f"{local_rank}", "LOCAL_WORLD_SIZE": f"{local_rank + 1}"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RankError, match="the 2 processes did not meet at MASTER_ADDR="):
+    with pytest.raises(RankError, match=r"the 2 processes did not meet at MASTER_ADDR=.*Connection refused"):
         start_processes(1, use_cpu=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_is_gone_is_not_told_by_torch(capfd: pytest.CaptureFixture[str]):
+    """Above the message of a run whose rank 0 was killed it printed thirty lines, most of them addresses."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
+    del store
+    for _ in range(2):
+        with pytest.raises(DistNetworkError):
+            client.check(["key"])
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_that_comes_first_asks_for_the_store_only_once_rank_0_serves_it(monkeypatch: pytest.MonkeyPatch):
@@ -253,6 +268,17 @@ def test_trained_parameters_without_a_gradient():
     processes = SimpleNamespace(sum=lambda values: values)
     with pytest.raises(TrainingError, match=r"(?s)2 parameters that should be trained got no usable gradient.*bias"):
         check_gradients(model, 0, True, processes)
+
+
+def test_gradients_that_the_first_update_made_zero():
+    """Adapters that had a gradient were said not to belong in lora.target_modules."""
+    model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
+    for param in model.model.parameters():
+        param.grad = torch.zeros_like(param)
+    processes = SimpleNamespace(sum=lambda values: values)
+    with pytest.raises(TrainingError, match=r"2 parameters .* in step 2.*Set training\.learning_rate lower") as caught:
+        check_gradients(model, 1, False, processes)
+    assert "target_modules" not in str(caught.value)
 
 
 def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -20,6 +20,7 @@ from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instru
 from qlora_fsdp.data.notes import check_prompt
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_composing")
 MODEL_TEMPLATES = Path(__file__).parents[1] / "helpers" / "model_templates"
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello!"}]},

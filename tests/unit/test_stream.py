@@ -176,6 +176,23 @@ def test_data_that_begins_without_a_usable_row_ends_it(tmp_path: Path):
     assert texts(stream([rows], buffer_rows=26), 0, 1) == [["too late"]]
 
 
+def test_buffers_that_teach_attention_nothing_end_it_only_at_the_beginning(tmp_path: Path):
+    """A later one once ended the run too, although others stand around it."""
+
+    def without_ends(batches: Any) -> Iterator[Any]:
+        """Of a text of one letter only its second token is left to be predicted."""
+        for out in map(row_tokenizer(), batches):
+            yield out | {key: [row[: max(2, len(row) - 1)] for row in out[key]] for key in ("tokens", "is_target")}
+
+    long, short = [{"text": f"row {n}"} for n in range(20)], [{"text": "x"}] * 20
+    late = write(tmp_path / "late.jsonl", *long, *short)
+    found = texts(stream([late], packing=False, map_batches=without_ends), 0, 40)
+    assert found[20:] == [[""]] * 20
+    early = write(tmp_path / "early.jsonl", *short, *long)
+    with pytest.raises(DataError, match=r"early\.jsonl: the only target of every row is its second token"):
+        stream([early], map_batches=without_ends)
+
+
 def test_data_that_has_no_usable_row_any_more_ends_it_once_it_is_read(tmp_path: Path):
     bad = write(tmp_path / "bad.jsonl", *[{"no": "text"}] * 45)
     with pytest.raises(DataError, match=r"There is no usable row\. .*bad\.jsonl: 100 rows read, 0 used"):

@@ -53,6 +53,8 @@ def quick_imports() -> Iterator[None]:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # Without a library for the GPU it prints a traceback; `fallbacks.py` and doctor say the same in one line.
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)
+    # Where rank 0 is gone, the others say so in one line. torch's warning above it has tens, most of them addresses.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     is_ours = NO_COMPILER not in os.environ
     os.environ.setdefault(NO_COMPILER, "1")
     hides_scipy = not {"scipy", "transformers"} & sys.modules.keys()  # transformers may have found it already

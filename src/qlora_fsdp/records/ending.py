@@ -19,21 +19,27 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
     lines += _before_and_after("training loss", first, summary.get("final_loss"))
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
     is_causal, is_random = config.task.is_causal, config.model.weights is Weights.random
-    commands = commands_for(folder / "adapter", is_causal, is_random)
+    commands = commands_for(folder / "adapter", is_causal, is_random, config.model.trust_remote_code)
     named = {"adapter": folder / "adapter", "report": folder / REPORT_FILE}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])
 
 
-def commands_for(adapter: Path, is_causal: bool, is_random: bool) -> list[str]:
+def commands_for(adapter: Path, is_causal: bool, is_random: bool, trusts_code: bool) -> list[str]:
     """Returns the commands that can use an adapter, as one types them."""
     given = f"adapter={shlex.quote(str(adapter))}"
-    commands = [ask(given, adapter) if is_causal else f"qlora-fsdp evaluate {given} data.path=FILE"]
+    loaded = given + trust(trusts_code)
+    commands = [ask(loaded, adapter) if is_causal else f"qlora-fsdp evaluate {loaded} data.path=FILE"]
     if not is_random:
         merged = shlex.quote(str(adapter.with_name("merged")))
-        commands.append(f"qlora-fsdp merge {given} out={merged}")
+        commands.append(f"qlora-fsdp merge {loaded} out={merged}")
         commands.append(f"qlora-fsdp push {given} repo=ORG/NAME")
     return commands
+
+
+def trust(trusts_code: bool) -> str:
+    """Returns what the next command needs to run the model's own code: an adapter's folder can't allow it."""
+    return " model.trust_remote_code=true" if trusts_code else ""
 
 
 def ask(given: str, folder: Path) -> str:

@@ -140,5 +140,7 @@ def next_commands(run: Run) -> list[str]:
     if adapter is None:
         command = run.environment.get("command")
         return [str(command)] if command and run.state.status in ("failed", "interrupted", "stopped") else []
-    is_causal = run.settings.get("task.name", "causal_lm") in ("causal_lm", "preference")
-    return commands_for(adapter, is_causal, is_random=run.settings.get("model.weights") == "random")
+    settings = run.settings
+    is_causal = settings.get("task.name", "causal_lm") in ("causal_lm", "preference")
+    is_random, trusts_code = settings.get("model.weights") == "random", settings.get("model.trust_remote_code") is True
+    return commands_for(adapter, is_causal, is_random, trusts_code)

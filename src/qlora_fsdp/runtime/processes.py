@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -237,27 +236,30 @@ def _open_store(world: World, timeout: timedelta) -> Store:
         raise DeviceError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a number. {start}")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_local = world.num_ranks == world.local_num_ranks and address in ("localhost", "127.0.0.1")
+    is_server = world.rank == 0 and _rank_0_holds_store()
+    if not is_server:
+        _wait_until_open(address, port, time.monotonic() + timeout.total_seconds())
     if not (is_local and _rank_0_holds_store() and port != 0):
         return cast(Store, next(rendezvous("env://", timeout=timeout))[0])
-    descriptor = None
-    if world.rank == 0:
-        descriptor = socket.create_server(("127.0.0.1", port)).detach()
-    else:
-        _wait_until_open(port, time.monotonic() + timeout.total_seconds())
-    return TCPStore("127.0.0.1", port, world.num_ranks, world.rank == 0, timeout, master_listen_fd=descriptor)
+    descriptor = socket.create_server(("127.0.0.1", port)).detach() if is_server else None
+    return TCPStore("127.0.0.1", port, world.num_ranks, is_server, timeout, master_listen_fd=descriptor)
 
 
-def _wait_until_open(port: int, deadline: float) -> None:
-    """Wait until rank 0 listens on a port of this host: torch's client tries again only after half a second or more.
+def _wait_until_open(address: str, port: int, deadline: float) -> None:
+    """Wait until the store is served. torch's client tries again only after half a second or more, and fails at length.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: it is not.
     """
-    while time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
+    reason = ""
+    while (seconds := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((address, port), timeout=seconds):
+                return
+        except OSError as error:
+            reason = f": {error}"
         time.sleep(0.01)
-    raise TimeoutError(f"nothing listens on port {port}.")
+    raise TimeoutError(f"nothing can be reached there{reason}.")
 
 
 def _let_segments_grow() -> None:

@@ -24,15 +24,19 @@ def check_gradients(model: TaskModel, step: int, is_first_update: bool, processe
         TrainingError: a trainable parameter's gradient is missing, not finite, or zero everywhere.
     """
     problems = _find_problems(model, is_first_update, processes)
-    if problems:
-        raise TrainingError(
-            f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their "
-            f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{list_some(problems)}"
-        )
+    if not problems:
+        return
+    fix = "Take their layers out of lora.target_modules or lora.modules_to_save, or check the data"
+    if not is_first_update and any(".lora_A." not in name for name in problems):  # whose gradients were checked before
+        fix = "They had one until the weights were updated. Set training.learning_rate lower, or check the data"
+    raise TrainingError(
+        f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. {fix}:\n"
+        f"{list_some([f'{name} {reason}' for name, reason in problems.items()])}"
+    )
 
 
-def _find_problems(model: TaskModel, is_first_update: bool, processes: Processes) -> list[str]:
-    """One line for each parameter with a problem, which names it and says what is wrong.
+def _find_problems(model: TaskModel, is_first_update: bool, processes: Processes) -> dict[str, str]:
+    """What is wrong with each parameter that has a problem, by its name.
 
     LoRA's A gets a gradient of zeros as long as B is zero, which it is until the first update of the weights. So A's
     gradient is not checked for zeros then.
@@ -49,13 +53,13 @@ def _find_problems(model: TaskModel, is_first_update: bool, processes: Processes
         finite = bool(torch.isfinite(total))
         flags += [0.0, 0.0 if finite else 1.0, float(finite and total > 0)]
     flags = processes.sum(flags)
-    problems = []
+    problems = {}
     for index, (name, _) in enumerate(params):
         missing, infinite, nonzero = flags[3 * index : 3 * index + 3]
         if missing:
-            problems.append(f"{name} got no gradient: nothing in the loss depends on it, or its path is detached")
+            problems[name] = "got no gradient: nothing in the loss depends on it, or its path is detached"
         elif infinite:
-            problems.append(f"{name} got a NaN or infinite gradient")
+            problems[name] = "got a NaN or infinite gradient"
         elif not nonzero and not (is_first_update and ".lora_A." in name) and not model.may_get_zero_gradient(name):
-            problems.append(f"{name} got a gradient of zeros: its output does not reach the loss")
+            problems[name] = "got a gradient of zeros: its output does not reach the loss"
     return problems

@@ -100,7 +100,7 @@ class WindowMaker:
             share, read = self._find_kept(place) or self._tokenize(place.positions, drawn)
             tables: list[ShareTable] = self.processes.gather(share.table)
             num_read += self.buffer_rows
-            report = self._check(tables, counter, num_read, read.repeated)
+            report = self._check(tables, counter, num_read, read.repeated, place)
             num_drawn = (np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn).tolist()
             if report.num_used_rows:
                 break
@@ -194,7 +194,12 @@ class WindowMaker:
         return opened.take(num_rows), replace(opened.position), opened.num_ends, opened.num_rows
 
     def _check(
-        self, tables: Sequence[ShareTable], counter: ProblemCounter, num_read: int, repeated: Sequence[str]
+        self,
+        tables: Sequence[ShareTable],
+        counter: ProblemCounter,
+        num_read: int,
+        repeated: Sequence[str],
+        place: Place,
     ) -> ReadReport:
         """What has been read, read again (`repeated`) and left out, over all ranks.
 
@@ -203,6 +208,8 @@ class WindowMaker:
             counter: has the problems of the rows before that could not be used.
             num_read: rows, these too.
             repeated: as `ReadOn` has it.
+            place: the window's. Rows that teach attention nothing are refused in the data's very first window alone:
+                there a setting is wrong, and later ones are few among others.
 
         Raises:
             DataError: the window can't be used.
@@ -222,7 +229,7 @@ class WindowMaker:
                 "model's. Set model.tokenizer_path to the tokenizer the model was trained with."
             )
         used = [table for table in tables if len(table.lengths)]
-        if all(table.unlearnable for table in used):
+        if place.window == 0 and all(table.unlearnable for table in used):
             raise DataError(used[0].unlearnable)
         return report
 
