@@ -246,6 +246,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     ]
     figures = {
         "fits": choice.fits,
+        "needed_gib": round(choice.plan.needed / GIB, 3),
         "hardware": {"gpu": gpu.name, "count": hardware.count, "gib": gpu.gib, "target_gib": target / GIB},
         "plan": as_json(plan),
         "host_gib": plan.host_needed / GIB,
