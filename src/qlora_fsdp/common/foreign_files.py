@@ -35,6 +35,11 @@ def open_regular(folder: Path, name: str) -> io.BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def named_templates(folder: Path) -> list[str]:
+    """A tokenizer's chat templates that have names, as paths within its folder, sorted; none in most folders."""
+    return [f"{NAMED_TEMPLATES}/{file.name}" for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
+
+
 def find_outside(folder: Path) -> list[Path]:
     """Returns the files of a folder that lead out of it by a link, or are pipes or devices.
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
-from qlora_fsdp.common.foreign_files import NAMED_TEMPLATES
+from qlora_fsdp.common.foreign_files import named_templates
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.inference.merge_weights import (
@@ -201,9 +201,9 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
         if (file.is_file() and "token" in file.name) or file.suffix == ".jinja":
             _copy(file, merge.out / file.name)
     named = merge.adapter if (merge.adapter / "tokenizer_config.json").is_file() else folder
-    for file in sorted((named / NAMED_TEMPLATES).glob("*.jinja")):
-        (merge.out / NAMED_TEMPLATES).mkdir(exist_ok=True)
-        _copy(file, merge.out / NAMED_TEMPLATES / file.name)
+    for name in named_templates(named):
+        (merge.out / name).parent.mkdir(exist_ok=True)
+        _copy(named / name, merge.out / name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     if merge.meta.head:

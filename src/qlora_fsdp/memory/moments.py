@@ -24,6 +24,8 @@ from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
 
+WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
+
 
 class DequantizedWeights:
     """The dequantized weights that are there at a time (layers/quantized/weight_reader.py).
@@ -52,9 +54,6 @@ class DequantizedWeights:
     def at_turn(self) -> int:
         """Bytes between forward and backward. The weight that comes first then is there, unless its layer was freed."""
         return sum(self.kept) + (0 if self.kept[-1] or self.is_freed else self.ahead[-1])
-
-
-WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 
 
 def forward_moments(

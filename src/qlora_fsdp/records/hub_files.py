@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
-from qlora_fsdp.common.foreign_files import NAMED_TEMPLATES
+from qlora_fsdp.common.foreign_files import named_templates
 from qlora_fsdp.common.hub_names import LOCAL_BASE, hub_name
 from qlora_fsdp.config.adapter_config import (
     ADAPTER_CONFIG,
@@ -45,8 +45,7 @@ def read_uploads(folder: Path, repo: str, base: str | None) -> tuple[dict[str, b
     """
     _check_folder(folder)
     try:
-        templates = [str(file.relative_to(folder)) for file in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))]
-        names = [*TEXT_FILES, *templates]
+        names = [*TEXT_FILES, *named_templates(folder)]
         texts = {name: (folder / name).read_text("utf-8") for name in names if (folder / name).is_file()}
         texts[ADAPTER_CONFIG], named = _publish_base(texts[ADAPTER_CONFIG], base)
         if SETTINGS_FILE in texts:

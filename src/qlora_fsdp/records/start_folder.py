@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from qlora_fsdp.common.files import remove_leftovers, replacing
-from qlora_fsdp.common.foreign_files import NAMED_TEMPLATES, find_outside, open_regular
+from qlora_fsdp.common.foreign_files import find_outside, named_templates, open_regular
 from qlora_fsdp.config.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -88,8 +88,7 @@ def keep_start(folder: Path, run_folder: Path) -> None:
     remove_leftovers(target)
     with replacing(target) as temporary:
         temporary.mkdir()
-        templates = [f"{NAMED_TEMPLATES}/{file.name}" for file in (folder / NAMED_TEMPLATES).glob("*.jinja")]
-        for name in (ADAPTER_CONFIG, SETTINGS_FILE, *TOKENIZER_TEXTS, *TOKENIZER_MODELS, *templates):
+        for name in (ADAPTER_CONFIG, SETTINGS_FILE, *TOKENIZER_TEXTS, *TOKENIZER_MODELS, *named_templates(folder)):
             if (folder / name).is_file():
                 file = (folder / name).resolve()  # a link, in the hub's cache
                 (temporary / name).parent.mkdir(exist_ok=True)

@@ -93,14 +93,15 @@ def starting_triton(device: torch.device) -> Iterator[None]:
         with suppress(Exception), torch.cuda.device(device):
             _zero[(1,)](torch.empty(1, device=device))
 
+    if device.type != "cuda":
+        yield
+        return
     thread = Thread(target=start, daemon=True)
-    if device.type == "cuda":
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
-        if device.type == "cuda":
-            thread.join()
+        thread.join()
 
 
 def moves(num_bytes: int) -> None:

@@ -72,8 +72,9 @@ class WeightReader:
             room: bytes; what is left of `ahead_bytes` is for them.
         """
         again = [layer for layer, number in Counter(self.order).items() if number > 1 and layer in self.kept]
-        sizes = accumulate((layer.weight_bytes for layer in reversed(again)), initial=self.ahead_bytes)
-        self.kept = again[len(again) + 1 - sum(size <= room for size in sizes) :]
+        sizes = accumulate(layer.weight_bytes for layer in reversed(again))
+        num_kept = sum(self.ahead_bytes + size <= room for size in sizes)
+        self.kept = again[len(again) - num_kept :]
 
     @contextmanager
     def noting(self) -> Iterator[None]:
