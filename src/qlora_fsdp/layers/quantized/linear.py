@@ -54,7 +54,7 @@ class QuantizedLinear(StoredWeight, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """W_OI in the compute dtype, dequantized anew at each access."""
+        """W_OI in the compute dtype: dequantized anew at each access, unless a `reader` has it."""
         return self.dequantize() if self.reader is None else self.reader(self)
 
     @property
