@@ -7,8 +7,8 @@ r"""Tokens a second that are generated: this project beside transformers + bitsa
 Both sides have the same random weights in nf4 with double quantization, the same random adapter (r=16 on all linear
 layers), and the same random prompts, and no text ends early. A figure is all new tokens over all seconds, prompts
 included, of a second call; the first records the CUDA graph. `likelihoods` are answers a second, of 20 tokens each,
-four to a question of 80, on one GPU. With `--num-gpus` the layers are spread over GPUs, as `generate` spreads those of
-a model that no GPU holds.
+four to a question of 80, on one GPU. With `--num-gpus` each GPU has some rows of every weight, as `generate` shares a
+model that no GPU holds.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def run_ours(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list[
     rows: list[dict[str, Any]] = []
 
     def body(settings: GenerateSettings, config: Config, processes: Processes) -> None:
-        whole_share = 0 if args.num_gpus > 1 else WHOLE_SHARE  # a model that one GPU could hold is spread too
+        whole_share = 0 if args.num_gpus > 1 else WHOLE_SHARE  # a model that one GPU could hold is shared too
         with patch("qlora_fsdp.inference.trained.WHOLE_SHARE", whole_share):
-            trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
+            trained = load_trained(config, settings.adapter, processes, generates=True)
         completer = make_completer(trained, config, GenerationConfig(do_sample=False), processes)
         assert completer is not None, "this model can't be completed in slots"
         scorer = Scorer(cast(CausalLM, trained.model), processes.device)

@@ -77,7 +77,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
         from qlora_fsdp.inference.prompts import check_template
         from qlora_fsdp.inference.trained import load_trained
 
-    trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
+    trained = load_trained(config, settings.adapter, processes, generates=True)
     check_template(trained.tokenizer, "chat")
     tell_system_prompt(system)
     form = read_trained_on(settings.adapter)

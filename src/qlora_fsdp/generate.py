@@ -83,13 +83,10 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     with quick_imports():
         from qlora_fsdp.inference.trained import load_trained, num_positions
 
-    trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
+    trained = load_trained(config, settings.adapter, processes, generates=True)
     prompts = _tokenize(rows, trained, settings, config.data.system_prompt)
     _check_lengths(prompts, settings, num_positions(trained))
-    # Ranks that share the layers complete all prompts together, others each their share.
-    mine = range(len(rows)) if trained.chain is not None else range(processes.rank, len(rows), processes.num_ranks)
-    completions = complete([prompts[i] for i in mine], len(rows), trained, settings, config, processes)
-    parts = processes.gather(dict(zip(mine, completions, strict=True)), patiently=True)
+    parts = processes.gather(complete(prompts, trained, settings, config, processes), patiently=True)
     everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
     if not processes.is_main:
         return
@@ -105,18 +102,12 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
 
 
 def complete(
-    prompts: list[list[int]],
-    num_all: int,
-    trained: AssembledModel,
-    settings: GenerateSettings,
-    config: Config,
-    processes: Processes,
-) -> list[str]:
-    """The completions of this rank's prompts. Collective.
+    prompts: list[list[int]], trained: AssembledModel, settings: GenerateSettings, config: Config, processes: Processes
+) -> dict[int, str]:
+    """The completions of this rank's share of the prompts, by their numbers. Collective.
 
     Args:
         prompts: token ids of each prompt.
-        num_all: number of prompts of all ranks. With a sharded model, all ranks take part in the same number of passes.
         trained: what `load_trained` returned for a model that generates.
         settings: how to generate.
         config: the run's settings.
@@ -131,21 +122,29 @@ def complete(
         make_completer,
         sampling_config,
     )
+    from qlora_fsdp.sharding.by_rows import share_of_texts
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
     completer = make_completer(trained, config, generation, processes, settings.batch_size)
+    first, step = processes.rank, processes.num_ranks
+    if completer is not None and completer.by_rows is not None:
+        first, step = share_of_texts(trained.model)
+    mine = range(first, len(prompts), step)
     if completer is None:
         size = settings.batch_size or STOCK_BATCH_SIZE
-        completions = complete_by_transformers(prompts, num_all, trained, generation, processes, size, settings.seed)
+        completions = complete_by_transformers(
+            [prompts[number] for number in mine], len(prompts), trained, generation, processes, size, settings.seed
+        )
     else:
-        torch.manual_seed(settings.seed * 1_000_003 + processes.rank)
-        requests = [Request(prompt, settings.max_new_tokens) for prompt in prompts]
+        torch.manual_seed(settings.seed * 1_000_003 + first)
+        requests = [Request(prompts[number], settings.max_new_tokens) for number in mine]
         try:
             completer.complete(requests)
         finally:
             completer.release()
         completions = [request.completion for request in requests]
-    return [str(trained.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
+    texts = [str(trained.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
+    return dict(zip(mine, texts, strict=True))
 
 
 def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem]) -> None:

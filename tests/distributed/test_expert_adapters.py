@@ -114,6 +114,17 @@ def test_adapters_of_stock_peft_compute_what_they_compute_there(
     assert json.loads(found)["loss"] == pytest.approx(expected, abs=1e-5) and abs(base - expected) > 1e-2
 
 
+@pytest.mark.parametrize("family", STOCK)
+def test_ranks_that_share_experts_write_what_stock_peft_writes(bases, stock, tmp_path: Path, family: str):
+    arguments = [f"adapter={stock[family]}", "quant=none", *base_settings(bases[family]), "training.precision=float32"]
+    found, *_ = run_ranks(2, printed_by, generate.main, [*arguments, "raw=true", "prompt=the cat", "max_new_tokens=12"])
+    ids = torch.tensor([[256, *b"the cat"]])
+    model = with_adapter(bases[family], stock[family])
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    expected = bytes(token for token in output[0, ids.shape[1] :].tolist() if token < 256)
+    assert found == expected.decode(errors="replace") + "\n"
+
+
 def test_a_completion_of_an_adapter_of_ones_own(own, capsys: pytest.CaptureFixture[str]):
     assert generate.main([f"adapter={own['deepseek_v3']}", "prompt=rain", "max_new_tokens=2"]) == 0
     assert "deepseek_v3" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -17,6 +18,7 @@ from qlora_fsdp.layers.decode_linear import DecodeLayers, product_with_codes
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.by_rows import ByRows
 from tests.helpers.fused import make_parts
 from tests.helpers.quantized import make_quantized
 from tests.helpers.ranks import run_ranks
@@ -142,7 +144,8 @@ def complete_both_ways(model: TaskModel, processes: Processes) -> list[list[list
     model.eval()
     found = []
     for captures in (True, False):
-        completer = Completer(model.base, processes.device, Sampling(), [257], 0, captures=captures)
+        by_rows = ByRows(model) if isinstance(model, FSDPModule) else None
+        completer = Completer(model.base, processes.device, Sampling(), [257], 0, captures=captures, by_rows=by_rows)
         requests = [Request([256, *text.encode()], NUM_NEW) for text in ("the cat", "rain fell over the old")]
         completer.complete(requests)
         if processes.device.type == "cuda":
@@ -152,12 +155,21 @@ def complete_both_ways(model: TaskModel, processes: Processes) -> list[list[list
     return found
 
 
-def test_texts_of_a_model_in_training(checkpoint: Callable[..., Path], rows: Path, tmp_path: Path) -> None:
-    """Its layers are fused and its micro-batches recorded; evaluations in between have written texts already."""
-    argv = settings(checkpoint("llama"), rows, f"run.folder={tmp_path / 'run'}", "data.eval_fraction=0.1")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_texts_of_a_model_in_training(
+    checkpoint: Callable[..., Path], rows: Path, tmp_path: Path, num_gpus: int, family: str
+) -> None:
+    """Its layers are fused and its micro-batches recorded; evaluations in between have written texts already.
+
+    Two GPUs share the model, and write each text together.
+    """
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
+    argv = settings(checkpoint(family), rows, f"run.folder={tmp_path / 'run'}", "data.eval_fraction=0.1")
     argv += ["training.eval_every_steps=6", "tracking.num_generations=2", "tracking.generation_tokens=24"]
-    (trained,) = run_ranks(1, train_all, {"run": argv}, complete_both_ways)
-    recorded, launched = trained["run"].inspected
-    assert recorded == launched and any(recorded)
+    for trained in run_ranks(num_gpus, train_all, {"run": argv}, complete_both_ways):
+        recorded, launched = trained["run"].inspected
+        assert recorded == launched and any(recorded)
     lines = [json.loads(line) for line in (tmp_path / "run" / "generations.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [step for step in (0, 6, 12, 18, 20) for _ in range(2)]

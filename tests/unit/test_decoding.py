@@ -15,7 +15,6 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     Gemma2Config,
-    Gemma3nTextConfig,
     GenerationConfig,
     GptOssConfig,
     JambaConfig,
@@ -34,7 +33,6 @@ from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.decoding.trial import why_not_in_slots
-from qlora_fsdp.sharding.spread import bytes_of_fullest, share_layers, why_not_spread
 
 CPU = torch.device("cpu")
 VOCAB, ENDS = 100, [5, 6, 7, 8, 9]
@@ -267,25 +265,3 @@ def test_tokens_are_those_among_which_generate_draws(settings: dict[str, Any]):
 )
 def test_settings_that_are_not_known_are_left_to_transformers(settings: dict[str, Any], is_known: bool):
     assert (why_not(GenerationConfig(**settings)) is None) is is_known
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_can_be_spread_over_ranks(family: str):
-    assert why_not_spread(FAMILIES[family], trust_remote_code=False) is None
-
-
-def test_models_that_hand_on_more_than_hidden_states_are_not_spread():
-    sizes = {**SIZES, "tie_word_embeddings": False, "layer_types": ["full_attention"] * 3}
-    config = Gemma3nTextConfig(**sizes, num_kv_shared_layers=0, laurel_rank=8)
-    reason = why_not_spread(config, trust_remote_code=False)
-    assert reason is not None and reason.startswith(("its logits would differ", "its layers can't be computed apart"))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_get_parts_of_about_the_same_size(num_ranks: int):
-    model = build("llama")
-    shares = share_layers(model, num_ranks)
-    assert [index for share in shares for index in share] == [0, 1, 2]
-    assert all(len(share) > 0 for share in shares)
-    whole = sum(param.numel() * param.itemsize for param in model.parameters())
-    assert whole / num_ranks <= bytes_of_fullest(model, num_ranks) < whole

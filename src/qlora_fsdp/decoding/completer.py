@@ -1,4 +1,4 @@
-"""Complete prompts with a whole model: texts that end make room for the next prompts while the others go on.
+"""Complete prompts: texts that end make room for the next prompts while the others go on.
 
 The host never waits for the step that runs. It launches a step, and meanwhile looks at the tokens of the step before:
 whether a text has ended, and which prompt takes its slot. So each text runs on for a step or two after its end, and
@@ -26,9 +26,10 @@ from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.memory.slots import LENGTH_STEP, MAX_SLOTS
-from qlora_fsdp.runtime.chain import Chain
+from qlora_fsdp.sharding.by_rows import ByRows
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
+SHARED_PROMPT_TOKENS = 4096  # the same where ranks send one another the results of all layers
 CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
 
 
@@ -62,6 +63,10 @@ class Request:
         return self.is_done is not None and self.is_done(self.completion)
 
 
+class NoRoom(torch.OutOfMemoryError):
+    """A rank of those that share a model has no memory for the cache of a single text. All of them raise it."""
+
+
 class _Launched(NamedTuple):
     """A step that was queued.
 
@@ -77,10 +82,10 @@ class _Launched(NamedTuple):
 
 
 class Completer:
-    """Completes prompts on one device.
+    """Completes prompts on one device, or on several ranks together.
 
     Args:
-        base: transformers' model, with weights, not sharded, in evaluation mode.
+        base: transformers' model, with weights, in evaluation mode.
         device: where it is.
         sampling: how tokens are chosen.
         end_token_ids: tokens that end a text.
@@ -88,7 +93,7 @@ class Completer:
         max_slots: texts that run at the same time, at most.
         captures: record steps as CUDA graphs, on a GPU.
         prompt_tokens: most tokens of prompts that are read in one call, unless a single prompt has more.
-        chain: the ranks that each have a part of the model; None: it is whole here. They complete the same requests.
+        by_rows: what computes a sharded model; None: it is whole here. Its ranks complete the same requests.
     """
 
     def __init__(
@@ -101,12 +106,12 @@ class Completer:
         max_slots: int = MAX_SLOTS,
         captures: bool = True,
         prompt_tokens: int = PROMPT_TOKENS,
-        chain: Chain | None = None,
+        by_rows: ByRows | None = None,
     ) -> None:
         self.base, self.device, self.sampling = base, device, sampling
         self.ends, self.pad_token_id = frozenset(end_token_ids), pad_token_id
         self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
-        self.chain, self.layers = chain, DecodeLayers(base)
+        self.by_rows, self.layers = by_rows, by_rows or DecodeLayers(base)
         self.steps: Steps | None = None
         self.num_wanted = 0  # slots that there would be if there were memory for all
 
@@ -172,7 +177,7 @@ class Completer:
             try:
                 steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
             except torch.OutOfMemoryError:
-                if num == 1 or self.chain is not None:  # ranks in a chain read the same prompts in each call
+                if num == 1 or self.by_rows is not None:  # ranks read the same prompts in each call
                     raise
                 self.prompt_tokens = num * len(admitted[num - 1].prompt) // 2  # from now on
                 continue
@@ -205,9 +210,12 @@ class Completer:
         cache, num_logits = self._probe()
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
         length = round_up(max(longest, min(2 * before, 2 * longest)), LENGTH_STEP)
-        num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
-        if self.chain is not None:
-            num_slots = self.chain.least(num_slots)
+        num_slots = min(wanted, self._free_bytes() // max(1, cache.token_bytes * length))
+        if self.by_rows is not None:
+            num_slots = self.by_rows.least(num_slots, self.device)
+            if num_slots == 0:
+                raise NoRoom(f"a GPU has no memory to spare for the cache of a text of {length} tokens")
+        num_slots = max(1, num_slots)
         while self.steps is None:
             try:
                 self.steps = Steps(
@@ -219,10 +227,10 @@ class Completer:
                     num_logits,
                     self.device,
                     self.captures,
-                    self.chain,
+                    self.by_rows,
                 )
             except torch.OutOfMemoryError:
-                if num_slots == 1 or self.chain is not None:
+                if num_slots == 1 or self.by_rows is not None:
                     raise
                 cache.free()
                 num_slots //= 2

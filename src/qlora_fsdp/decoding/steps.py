@@ -18,7 +18,7 @@ from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.layers.attention.slots import Step, running
-from qlora_fsdp.runtime.chain import Chain
+from qlora_fsdp.sharding.by_rows import ByRows
 
 WARM_UP = 2  # steps that are launched kernel by kernel, which compiles what they need
 
@@ -27,7 +27,7 @@ class Steps:
     """The slots of a model, and what makes their next tokens.
 
     Args:
-        base: transformers' model, with weights, not sharded.
+        base: transformers' model, with weights.
         sampling: how tokens are chosen.
         num_slots: texts that run at the same time.
         length: most tokens of a text, prompt and completion.
@@ -35,7 +35,7 @@ class Steps:
         num_logits: logits that the model gives for each token.
         device: the model's device.
         captures: record a step as a CUDA graph.
-        chain: the ranks that each have a part of the model; None: it is whole here.
+        by_rows: the ranks that each have a part of the model; None: it is whole here.
 
     Attributes:
         tokens: int64 [num_slots], the last token of each text, which is not in the cache yet.
@@ -53,9 +53,9 @@ class Steps:
         num_logits: int,
         device: torch.device,
         captures: bool,
-        chain: Chain | None = None,
+        by_rows: ByRows | None = None,
     ) -> None:
-        self.call, self.chain = partial(_call, base, cache), chain
+        self.call, self.by_rows = partial(_call, base, cache), by_rows
         self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
         self.device = device
         self.captures = captures and device.type == "cuda"
@@ -104,8 +104,8 @@ class Steps:
     def _advance(self) -> None:
         """The next token of each slot, in place."""
         chosen = self.sampling.choose(self.logits(), self.seen)
-        if self.chain is not None:
-            self.chain.share_last(chosen)
+        if self.by_rows is not None:
+            self.by_rows.share(chosen)
         if self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
         self.tokens.copy_(chosen)

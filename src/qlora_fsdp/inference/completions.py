@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.decoding.completer import Completer
+from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.generation_file import blaming_file, generation_config
@@ -19,6 +19,7 @@ from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
+from qlora_fsdp.sharding.by_rows import ByRows, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
@@ -31,7 +32,7 @@ def make_completer(
     processes: Processes,
     max_slots: int | None = None,
 ) -> Completer | None:
-    """Make the completer for this rank alone; None if transformers has to complete, and the log says why.
+    """Make what completes prompts; None if transformers has to, and the log says why. Collective.
 
     Args:
         trained: what `load_trained` returned for a model that generates.
@@ -40,10 +41,11 @@ def make_completer(
         processes: this rank's device is used. All ranks get the same answer.
         max_slots: texts that run at the same time, at most; None for as many as are fast.
     """
-    reason = "the model is in shards" if isinstance(trained.model, FSDPModule) else why_not(generation)
+    is_sharded = isinstance(trained.model, FSDPModule)
+    reason = why_not_by_rows(trained.model, processes.device) if is_sharded else None
+    reason = reason or why_not(generation)
     reason = reason or why_not_in_slots(trained.model.base.config, config.model.trust_remote_code)
     if reason is not None:
-        assert trained.chain is None  # layers are spread only where there is no reason
         log.info(f"Generation: by transformers, a token at a time ({reason})")
         return None
     tokenizer = trained.tokenizer
@@ -55,7 +57,8 @@ def make_completer(
         end_tokens(generation),
         tokenizer.pad_token_id,
         max_slots or MAX_SLOTS,
-        chain=trained.chain,
+        prompt_tokens=SHARED_PROMPT_TOKENS if is_sharded else PROMPT_TOKENS,
+        by_rows=ByRows(trained.model) if is_sharded else None,
     )
 
 

@@ -1,8 +1,9 @@
 """Run EleutherAI's lm-eval on the quantized base with its adapter, whole or sharded.
 
 lm-eval's own class for transformers models does the work: tokens, windows, stop sequences. This module gives it a model
-that runs under FSDP, and lets each process answer its share of the requests. Where a process has the whole model,
-likelihoods are computed in a few large calls, and texts are generated in slots (decoding/).
+that runs under FSDP, and lets each process answer its share of the requests. Texts are generated in slots (decoding/),
+by all ranks of a sharded model together. Where a process has the whole model, likelihoods are computed in a few large
+calls.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
+from qlora_fsdp.sharding.by_rows import share_of_texts, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
@@ -121,8 +123,8 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
     def __init__(self, model: ModelInStep, config: Config, batch_size: int | None, max_length: int | None) -> None:
         eval_logger.disabled = True  # it warns of models given as objects, and of accelerate
-        reason = "the model is in shards" if model.is_sharded else None
-        reason = reason or why_not_in_slots(model.base.config, config.model.trust_remote_code)
+        no_slots = why_not_in_slots(model.base.config, config.model.trust_remote_code)
+        reason = "the model is in shards" if model.is_sharded else no_slots
         if reason is not None:
             log.info(f"Tasks: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
         super().__init__(
@@ -138,15 +140,24 @@ class SharedLM(HFLM):  # type: ignore[misc]
         trained = cast(CausalLM, model.trained.model)
         self.scorer = None if reason else Scorer(trained, model.device, batch_size)
         self.completer: Completer | None = None
+        if model.is_sharded:
+            no_slots = no_slots or why_not_by_rows(trained, model.device)
+        self.uses_slots = no_slots is None
+        self.text_share = self.share = (self.processes.rank, self.processes.num_ranks)
+        if model.is_sharded and self.uses_slots:  # ranks that share the model write the same texts
+            self.text_share = share_of_texts(trained)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return self._share(super().loglikelihood, requests)
+        return self._share(super().loglikelihood, requests, self.share)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        return self._share(super().loglikelihood_rolling, requests)
+        return self._share(super().loglikelihood_rolling, requests, self.share)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return self._share(super().generate_until, requests)
+        try:
+            return self._share(super().generate_until, requests, self.text_share)
+        finally:
+            self._release()
 
     def _loglikelihood_tokens(
         self,
@@ -177,12 +188,11 @@ class SharedLM(HFLM):  # type: ignore[misc]
         generation.update(**({} if samples else {"temperature": None, "top_p": None, "top_k": None}))
         mask = options.pop("attention_mask", torch.ones_like(context))
         unknown = generation.update(**{key: value for key, value in options.items() if samples or value})
-        if self.scorer is None or unknown or why_not(generation) is not None:
+        if not self.uses_slots or unknown or why_not(generation) is not None:
             found: Tensor = super()._model_generate(context, max_length, stop, attention_mask=mask, **options)
             return found
         if self.completer is None or self.completer.sampling != Sampling.of(generation):
-            if self.completer is not None:
-                self.completer.release()
+            self._release()
             self.completer = make_completer(
                 self.model.trained, self.run_config, generation, self.processes, self.batch_size
             )
@@ -200,13 +210,21 @@ class SharedLM(HFLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         return {}  # lm-eval would ask the hub
 
-    def _share(self, answer: Callable[..., list[Any]], requests: list[Any]) -> list[Any]:
-        mine = requests[self.processes.rank :: self.processes.num_ranks]
+    def _release(self) -> None:
+        """Give back the memory of slots, and graphs with NCCL's calls, with which a rank could not leave the others."""
+        if self.completer is not None:
+            self.completer.release()
+        self.completer = None
+
+    def _share(self, answer: Callable[..., list[Any]], requests: list[Any], share: tuple[int, int]) -> list[Any]:
+        """The answers of all ranks. This one answers every n-th request from the i-th on, for a share (i, n)."""
+        first, step = share
+        mine = requests[first::step]
         answers = answer(mine, disable_tqdm=not self.processes.is_main) if mine else []
         self._model.keep_step()
         answered: list[Any] = [None] * len(requests)
-        for rank, part in enumerate(self.processes.gather(answers, patiently=True)):
-            answered[rank :: self.processes.num_ranks] = part
+        for (first, step), part in self.processes.gather((share, answers), patiently=True):
+            answered[first::step] = part
         return answered
 
 

@@ -15,26 +15,20 @@ from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
-from qlora_fsdp.decoding.sampling import why_not
-from qlora_fsdp.decoding.trial import why_not_in_slots
-from qlora_fsdp.inference.generation_file import generation_config
 from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.sharding.materialize import materialize
-from qlora_fsdp.sharding.spread import bytes_of_fullest, spread_layers, why_not_spread
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 WHOLE_SHARE = 0.6  # of a GPU's free memory that a whole model may take; the rest is for texts and what computing takes
-SPREAD_SHARE = 0.85  # that a part of one may take: gathering the model for each token is the only other way
 
 
 def assemble_trained(
@@ -76,19 +70,16 @@ def assemble_trained(
     return trained
 
 
-def load_trained(
-    config: Config, adapter: str | None, processes: Processes, generates: bool = False, may_spread: bool = False
-) -> AssembledModel:
+def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> AssembledModel:
     """Assemble as `assemble_trained` does, and load base and adapter. The model is in evaluation mode. Collective.
 
-    Several ranks each get the whole model where it fits, else some of its layers (`chain` is set), else a shard.
+    Several ranks each get the whole model where it fits, else a shard.
 
     Args:
         config: settings of the base, which an adapter's folder has.
         adapter: PEFT's folder of a LoRA adapter; None for the base alone.
         processes: all ranks take part.
         generates: the model is for `generate`. Otherwise it has the reference of its preference, if it learned one.
-        may_spread: layers may be spread over ranks, all of which then complete the same prompts together.
 
     Raises:
         AdapterError: the adapter is not LoRA, does not fit the base, or has NaN or infinite values; or the one that
@@ -111,19 +102,12 @@ def load_trained(
             SavedAdapter(Path(adapter).expanduser()).load(model)
 
     is_whole = processes.num_ranks == 1 or fits_whole(trained, config, processes)
-    if may_spread and not is_whole and _can_spread(trained, config, processes):
-        chain = Chain(processes)
-        trained = replace(trained, chain=chain)
-        spread_layers(trained.model.base, chain, trained.dtype)
-        own = {id(module) for module in trained.model.modules()}
-        meta.assignments = [assignment for assignment in meta.assignments if id(assignment.module) in own]
-    shards = not is_whole and trained.chain is None
-    loaded = materialize(trained, config, processes, fill_adapters, shards=shards)
+    loaded = materialize(trained, config, processes, fill_adapters, shards=not is_whole)
     trained.model.eval()
     if loaded.units:
         _run_from_the_root(trained.model, config.task, device)
-    kind = "with some of its layers" if trained.chain is not None else "with a part of each layer"
-    part = "" if processes.num_ranks == 1 else f", each {'with the whole model' if is_whole else kind}"
+    kind = "with the whole model" if is_whole else "with a part of each layer"
+    part = "" if processes.num_ranks == 1 else f", each {kind}"
     template = f", chat template: {template_name(trained.tokenizer)}" if generates else ""
     log.info(
         f"Model: {meta.model.name_or_path}, {meta.kind}, {dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, "
@@ -140,28 +124,8 @@ def fits_whole(trained: AssembledModel, config: Config, processes: Processes) ->
     if processes.device.type != "cuda" or config.fsdp.cpu_offload:
         return False
     num_bytes = sum(param.numel() * param.itemsize for param in trained.model.parameters())
-    return num_bytes <= WHOLE_SHARE * _least_free(processes)
-
-
-def _least_free(processes: Processes) -> float:
-    """Free bytes of the GPU that has the fewest. Collective."""
-    return -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
-
-
-def _can_spread(trained: AssembledModel, config: Config, processes: Processes) -> bool:
-    """Whether ranks can each keep some of the layers. Collective."""
-    base, num_ranks = trained.model.base, processes.num_ranks
-    if config.fsdp.cpu_offload or len(trained.model.layers) < num_ranks:
-        return False
-    is_gpu = processes.device.type == "cuda"
-    if is_gpu and bytes_of_fullest(base, num_ranks) > SPREAD_SHARE * _least_free(processes):
-        return False
-    trusts, generation = config.model.trust_remote_code, generation_config(trained)
-    generation.update(do_sample=True)  # as a command may: then all settings are used
-    reason = why_not(generation) or why_not_in_slots(base.config, trusts) or why_not_spread(base.config, trusts)
-    if reason is not None:
-        log.info(f"Model: its layers are not spread over ranks: {reason}")
-    return reason is None
+    least_free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
+    return num_bytes <= WHOLE_SHARE * least_free
 
 
 def num_positions(trained: AssembledModel) -> int | None:

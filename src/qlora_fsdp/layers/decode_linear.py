@@ -5,13 +5,16 @@ each prompt. Writing a whole bfloat16 weight to memory and reading it again then
 codes costs. bitsandbytes has a kernel that multiplies with the codes themselves, `gemm_4bit`; it takes the scales of
 double quantization too. For many rows, such as those of a prompt, the weight is dequantized as always.
 
+Of a sharded model each rank multiplies with the rows of codes that it has, which gives some of a layer's outputs, and
+the ranks put these together (sharding/own_rows.py).
+
 Adapters are fp32 Parameters. Their copies in the compute dtype are made once, not in every step, at places that stay
 the same: a CUDA graph that was recorded with them reads what `refresh` has written there last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -24,6 +27,8 @@ from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized.format import dynamic_map
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, unflatten
 from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
+from qlora_fsdp.layers.quantized.own_rows import own_rows
+from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
 # Up to this many rows the codes are multiplied as they are: bitsandbytes' own bound, below which its kernel is faster
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).
@@ -49,7 +54,8 @@ class DecodeGroup:
     """
 
     def __init__(self, layers: Sequence[QuantizedLinear], parts: Sequence[LoraPart] = ()) -> None:
-        self.layers, self.parts = list(layers), list(parts)
+        self.group, self.widths = shard_group(layers[0].codes), [layer.out_features for layer in layers]
+        self.layers, self.parts = [own_rows(layer) for layer in layers], list(parts)
         self.ranks = [part.lora_a.out_features for part in parts]
         self.a_RI: Tensor | None = None  # A of all layers, one below another, in the compute dtype
         self.a: list[Tensor] = []  # its parts
@@ -63,14 +69,14 @@ class DecodeGroup:
             dtype, example = self.layers[0].compute_dtype, self.parts[0].lora_a.weight
             self.a_RI = torch.empty(sum(self.ranks), example.shape[1], dtype=dtype, device=example.device)
             self.a = list(self.a_RI.split(self.ranks))
-            self.b = [torch.empty_like(part.lora_b.weight, dtype=dtype) for part in self.parts]
+            self.b = [torch.empty_like(local_tensor(part.lora_b.weight), dtype=dtype) for part in self.parts]
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """The output [..., O] of one of the layers. If its input is not that of the first, it is computed alone."""
         if number == 0:
-            self._x, self._outputs = x, dict(enumerate(self._compute(x.reshape(-1, x.shape[-1]))))
+            self._x, self._outputs = x, dict(enumerate(self._whole_outputs(x.reshape(-1, x.shape[-1]), slice(None))))
         if self._x is not x or number not in self._outputs:
-            return unflatten(self._compute(x.reshape(-1, x.shape[-1]), number)[0], x)
+            return unflatten(self._whole_outputs(x.reshape(-1, x.shape[-1]), slice(number, number + 1))[0], x)
         y_NO = self._outputs.pop(number)
         if not self._outputs:
             self.forget()
@@ -80,13 +86,17 @@ class DecodeGroup:
         """Let go of the last input, and of outputs that nobody has fetched."""
         self._x, self._outputs = None, {}
 
-    def _compute(self, x_NI: Tensor, number: int | None = None) -> list[Tensor]:
+    def _whole_outputs(self, x_NI: Tensor, some: slice) -> list[Tensor]:
         """The outputs [N, O] of all layers, or of one of them."""
-        some = slice(None) if number is None else slice(number, number + 1)
+        return gather_columns(self._compute(x_NI, some), self.widths[some], self.group)
+
+    def _compute(self, x_NI: Tensor, some: slice) -> list[Tensor]:
+        """The same, but only those outputs whose rows of the weight this rank has."""
         layers = self.layers[some]
         if not self.parts:
             return [_output(layer, x_NI) for layer in layers]
-        a_RI, b, ranks = self.a_RI if number is None else self.a[number], self.b[some], self.ranks[some]
+        b, ranks = self.b[some], self.ranks[some]
+        a_RI = self.a_RI if len(layers) == len(self.layers) else self.a[some.start]
         assert a_RI is not None
         if len(x_NI) <= MAX_ROWS and all(multiplies_codes(layer, x_NI) for layer in layers):
             return _outputs_of_few_rows(x_NI, layers, a_RI, b)
@@ -113,6 +123,8 @@ class DecodeLinear:
 
 def _output(layer: QuantizedLinear, x_NI: Tensor, addend: Addend | None = None) -> Tensor:
     """The output of a layer, with what its adapter adds."""
+    if layer.out_features == 0:  # of a layer with few rows, this rank has none
+        return x_NI.new_empty(len(x_NI), 0)
     if multiplies_codes(layer, x_NI):
         y_NO = product_with_codes(layer, x_NI)
         return y_NO if addend is None else addend.add_to(y_NO)
@@ -162,7 +174,7 @@ def multiplies_codes(layer: QuantizedLinear, x_NI: Tensor) -> bool:
     """Whether the codes are multiplied as they are: on a GPU, for few rows and 4-bit codes."""
     num_rows = x_NI.shape[0]
     is_few = num_rows <= FEW_ROWS or (num_rows <= WIDE_ROWS and layer.out_features >= WIDE)
-    return x_NI.is_cuda and is_few and has_whole_blocks(layer)
+    return x_NI.is_cuda and is_few and layer.out_features > 0 and has_whole_blocks(layer)
 
 
 def has_whole_blocks(layer: QuantizedLinear) -> bool:
@@ -204,7 +216,7 @@ class DecodeLayers:
     computes for itself, and nothing is kept.
 
     Args:
-        model: not sharded, with its weights.
+        model: with its weights, sharded or not. Collective if it is sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -214,7 +226,7 @@ class DecodeLayers:
             self._find_adapted(module)
             if isinstance(forward := vars(module).get("forward"), GatedMlp):
                 self.mlps[module] = forward
-        adapted = {layer for forward in self.forwards.values() for layer in forward.group.layers}
+        adapted = {layer.base_layer for layer in self.forwards}
         for module in model.modules():
             if isinstance(module, QuantizedLinear) and module not in adapted:
                 self.forwards[module] = DecodeLinear(DecodeGroup([module]))
@@ -241,9 +253,9 @@ class DecodeLayers:
         a, b = [copy for group in self.groups for copy in group.a], [copy for group in self.groups for copy in group.b]
         for start in range(0, len(parts), REFRESHED):
             some = slice(start, start + REFRESHED)
-            torch._foreach_copy_(a[some], [part.lora_a.weight for part in parts[some]])
+            torch._foreach_copy_(a[some], [gather_whole(part.lora_a.weight, a[0].device) for part in parts[some]])
             scaled = torch._foreach_mul(
-                [part.lora_b.weight for part in parts[some]], [part.scaling for part in parts[some]]
+                [local_tensor(part.lora_b.weight) for part in parts[some]], [part.scaling for part in parts[some]]
             )
             torch._foreach_copy_(b[some], scaled)
 
@@ -251,16 +263,24 @@ class DecodeLayers:
     def in_use(self) -> Iterator[None]:
         """While it lasts, the layers compute so, with the adapters as they were when it began."""
         self.refresh()
-        for module, forward in self.forwards.items():
-            module.forward = forward
-        for module, mlp in self.mlps.items():
-            module.forward = mlp.plain
-        try:
-            yield
-        finally:
-            for module in self.forwards:
-                del module.forward
-            for group in self.groups:
-                group.forget()
-            for module, mlp in self.mlps.items():
-                module.forward = mlp
+        with forwards({**self.forwards, **{module: mlp.plain for module, mlp in self.mlps.items()}}):
+            try:
+                yield
+            finally:
+                for group in self.groups:
+                    group.forget()
+
+
+@contextmanager
+def forwards(wanted: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """While it lasts, modules are computed by other functions than their own."""
+    before = [(module, vars(module).get("forward")) for module in wanted]
+    for module, forward in wanted.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, own in before:
+            del module.forward
+            if own is not None:
+                module.forward = own

@@ -12,7 +12,8 @@ LENGTH_STEP = 128  # a slot has a multiple of this many tokens
 def generation_bytes(work: Workload) -> int:
     """Bytes that `tracking.num_generations` needs on a GPU while texts are completed; 0 if there are none.
 
-    A model in shards has no slots: it computes every token from those before it (training/generations.py).
+    A model in shards has slots only where memory is left over: it can also compute every token from those before it
+    (training/generations.py).
     """
     tracking = work.config.tracking
     if tracking.num_generations == 0 or work.uses_fsdp:

@@ -39,7 +39,6 @@ from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.model.trials.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
 from qlora_fsdp.model.trials.slices import check_slices, whole_attention
-from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import Processes
@@ -66,7 +65,6 @@ class AssembledModel:
         num_fp8_layers: layers that multiply in fp8.
         num_fused_groups: groups of linear layers that are computed together.
         notes: what the user should know, one clause each, for the log.
-        chain: the ranks over which the layers are spread (`spread_layers`); None if they are not.
     """
 
     model: TaskModel
@@ -83,7 +81,6 @@ class AssembledModel:
     num_fp8_layers: int
     num_fused_groups: int
     notes: list[str]
-    chain: Chain | None = None
 
     def settle(self, config: Config) -> Config:
         """The settings, with `training.packing` decided."""

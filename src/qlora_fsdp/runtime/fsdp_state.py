@@ -1,4 +1,4 @@
-"""What FSDP2 keeps between passes: free what is still gathered, and bring it back to rest after a pass that has failed.
+"""What FSDP2 keeps between passes: free what is gathered, bring it to rest after a failed pass, or do without it.
 
 FSDP2 keeps what it is doing in its own objects: which units are gathered, which gathers and sums are under way, in what
 order units ran. A pass that ends by itself leaves them at rest. One that raises leaves them in the middle of a layer,
@@ -8,7 +8,8 @@ and it keeps the gradients that autograd has given to gathered parameters, to wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,29 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """While it lasts, FSDP does nothing when its units run, and their parameters stay in shards.
+
+    Args:
+        model: nothing of it is gathered.
+    """
+    before: list[tuple[Any, Any]] = []
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+                before.append((hooks, list(hooks.items())))
+                for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+                    hooks.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for hooks, items in before:
+            hooks.clear()
+            hooks.update(items)
 
 
 def rest(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
 
@@ -80,6 +81,26 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
     gathered = local.new_empty(chunk * num_ranks, *local.shape[1:])
     _all_gather(gathered.flatten().view(torch.uint8), padded.flatten().view(torch.uint8), group=group)
     return gathered[:num_rows]
+
+
+def gather_columns(parts: Sequence[Tensor], widths: Sequence[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Concatenate the columns of all ranks, those of several matrices in one call.
+
+    Args:
+        parts: this rank's columns of each matrix [N, n], as the rows of a matrix with that many are split.
+        widths: columns of each whole matrix.
+        group: the ranks that hold the columns; None if this rank has them all.
+    """
+    if group is None:
+        return list(parts)
+    num_ranks, num_rows = dist.get_world_size(group), len(parts[0])
+    chunks = [-(width // -num_ranks) for width in widths]
+    padded = [F.pad(part, (0, chunk - part.shape[1])) for part, chunk in zip(parts, chunks, strict=True)]
+    own = torch.cat(padded, 1) if len(padded) > 1 else padded[0].contiguous()
+    gathered = own.new_empty(num_ranks, num_rows, own.shape[1])
+    _all_gather(gathered.flatten().view(torch.uint8), own.flatten().view(torch.uint8), group=group)
+    whole = [columns.transpose(0, 1).reshape(num_rows, -1) for columns in gathered.split(chunks, 2)]
+    return [columns[:, :width] for columns, width in zip(whole, widths, strict=True)]
 
 
 def gather_pieces(

@@ -12,13 +12,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
 from qlora_fsdp.data.sequences import Sequences
-from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.completer import Completer, NoRoom, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.by_rows import ByRows, has_room, share_of_texts, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 log = logging.getLogger("qlora_fsdp")
@@ -31,9 +32,9 @@ class Generations:
     Where the whole row is a target, the prompt is its first half. Of a pair of answers, the chosen one stands beside
     the completion. The ranks share the prompts.
 
-    Where each rank has the whole model, texts are completed in slots (decoding/), whose memory is given back before
-    training goes on. A model in shards is gathered layer by layer for every token, and has no cache of keys and values:
-    every new token takes a forward pass over all tokens before it, with training's own attention.
+    Texts are completed in slots (decoding/), whose memory is given back before training goes on. Ranks that share the
+    model complete the same ones together (sharding/by_rows.py). A model that can't be run so has no cache of keys and
+    values: every new token takes a forward pass over all tokens before it, with training's own attention.
 
     Args:
         config: how many rows, and how many new tokens for each.
@@ -82,6 +83,8 @@ class Generations:
         was_training = model.training
         model.eval()
         mine = self._complete_in_slots(model) if self._can_use_slots(model) else None
+        if isinstance(model, FSDPModule) and None in self.processes.gather(mine):
+            mine = None  # all ranks, or none, take part in passes
         mine = self._complete_by_passes(model) if mine is None else mine
         model.train(was_training)
         texts: dict[int, str] = {}
@@ -93,9 +96,9 @@ class Generations:
         ]
 
     def _can_use_slots(self, model: TaskModel) -> bool:
-        """Whether each rank completes its prompts alone. The first call finds out, and logs why not."""
+        """Whether texts are completed in slots. The first call finds out, and logs why not."""
         if self.uses_slots is None:
-            reason = "the model is in shards" if isinstance(model, FSDPModule) else None
+            reason = why_not_by_rows(model, self.processes.device) if isinstance(model, FSDPModule) else None
             reason = reason or why_not_in_slots(model.base.config, self.trust_remote_code)
             self.uses_slots = reason is None
             if reason is not None:
@@ -103,8 +106,18 @@ class Generations:
         return self.uses_slots
 
     def _complete_in_slots(self, model: TaskModel) -> dict[int, str] | None:
-        """Every n-th prompt's completion, for n ranks, by its number; None if there is no memory for a cache."""
-        numbers = range(self.processes.rank, len(self.rows), self.processes.num_ranks)
+        """The completions of a share of the prompts, by their numbers; None if there is no memory for a cache.
+
+        Each rank has every n-th prompt, for n ranks; ranks that share the model have the same ones.
+        """
+        by_rows = None
+        if isinstance(model, FSDPModule):
+            if not has_room(model, self.processes.device):
+                log.warning("Generations: a pass through the model for every token: a GPU has no memory to spare")
+                return None
+            by_rows = ByRows(model)
+        first, step = (self.processes.rank, self.processes.num_ranks) if by_rows is None else share_of_texts(model)
+        numbers = range(first, len(self.rows), step)
         if not numbers:
             return {}
         requests = [Request(prompt, self._room(model, prompt)) for prompt in (self.rows[n][0] for n in numbers)]
@@ -116,10 +129,13 @@ class Generations:
             self.settings.pad_token_id or 0,
             min(MAX_SLOTS, len(numbers)),
             prompt_tokens=max(len(request.prompt) for request in requests),  # what training reads in one row
+            by_rows=by_rows,
         )
         try:
             completer.complete(requests)
         except torch.OutOfMemoryError as error:
+            if by_rows is not None and not isinstance(error, NoRoom):
+                raise  # other ranks wait for this one
             log.warning(f"Generations: a pass through the model for every token: {first_line(error)}")
             return None
         finally:

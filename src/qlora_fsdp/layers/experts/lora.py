@@ -29,9 +29,9 @@ class ExpertLora(ParamWrapper):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x_TH, each token's experts [T, K] and their weights [T, K] -> y_TH."""
-        return experts_forward(self.get_base_layer(), hidden_states, top_k_index, top_k_weights, self._adapters())
+        return experts_forward(self.get_base_layer(), hidden_states, top_k_index, top_k_weights, self.adapters())
 
-    def _adapters(self) -> dict[str, ExpertAdapter]:
+    def adapters(self) -> dict[str, ExpertAdapter]:
         if self.disable_adapters:
             return {}
         (name,) = self.active_adapters

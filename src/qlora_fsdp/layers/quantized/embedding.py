@@ -19,7 +19,7 @@ class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override] 
         dtype: the compute dtype, in which rows are returned.
     """
 
-    bias = None
+    bias = padding_idx = None
 
     def __init__(self, num_embeddings: int, embedding_dim: int, format: Format, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Embedding's own would allocate the table

@@ -1,0 +1,237 @@
+"""Compute a sharded model by the rows that each rank has, to write text: results travel, and weights do not.
+
+Training gathers the weights of a layer, and multiplies thousands of tokens with them. A step of generation has a token
+for each text, and gathering 36 GiB for it takes a second. So while text is written, each rank multiplies with the rows
+of weights that it has. That gives some of a layer's outputs, of all tokens, and the ranks put them together: kilobytes.
+A rank reads its own part of the codes alone, so n ranks write a text up to n times as fast as one.
+
+This is tensor parallelism (arXiv:1909.08053) with every weight split by its outputs. Megatron splits every second one
+by its inputs, and so needs half as many exchanges. But it has to know which layers follow one another, and where heads
+lie in their outputs. Here no model's code is known: a layer gets all of its inputs and returns all of its outputs.
+
+Each rank has:
+
+- of linear layers, quantized (layers/decode_linear.py) or not, and of the embeddings: its rows, as FSDP splits them;
+- of a layer's experts: whole ones (layers/experts/own_experts.py);
+- of all other parameters, which are small: a copy of the whole;
+- hidden states and the cache of keys and values: all. Ranks compute what lies between the products alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from qlora_fsdp.layers.decode_linear import DecodeLayers, forwards
+from qlora_fsdp.layers.experts.forward import expert_weight_names
+from qlora_fsdp.layers.experts.lora import ExpertLora
+from qlora_fsdp.layers.experts.own_experts import OwnExperts, num_experts
+from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.runtime.fsdp_state import free_gathered, without_hooks
+from qlora_fsdp.runtime.rows import (
+    gather_columns,
+    gather_whole,
+    local_rows,
+    local_tensor,
+    replica_of,
+    rows_of_rank,
+    shard_group,
+)
+
+SPARE_BYTES = 2**29  # that are to be free besides copies, for gathers and results
+
+
+def why_not_by_rows(model: TaskModel, device: torch.device) -> str | None:
+    """Why a sharded model can't be computed so; None if it can.
+
+    Args:
+        model: with FSDP units.
+        device: where it computes.
+    """
+    example = _sharded_param(model)
+    num_ranks = dist.get_world_size(shard_group(example))
+    if local_tensor(example).device.type != device.type:
+        return "its shards are in host memory"
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and any(name in module.lora_variant for name in module.active_adapters):
+            return "its adapters need whole weights"  # DoRA
+        if expert_weight_names(module) and num_experts(module) % num_ranks:
+            return f"{num_experts(module)} experts can't be shared by {num_ranks} ranks"
+    return None
+
+
+def share_of_texts(model: TaskModel) -> tuple[int, int]:
+    """Which share of the texts this rank writes, and of how many: ranks that share the model write the same ones."""
+    return replica_of(_sharded_param(model))
+
+
+def has_room(model: TaskModel, device: torch.device) -> bool:
+    """Whether each rank has room for its copies of adapters and of what else is small. Collective."""
+    if device.type != "cuda":
+        return True
+    copied = sum(2 * param.numel() for param in model.parameters() if param.requires_grad)
+    torch.cuda.empty_cache()
+    has_it = torch.tensor(float(torch.cuda.mem_get_info(device)[0] > 2 * copied + SPARE_BYTES), device=device)
+    dist.all_reduce(has_it, op=dist.ReduceOp.MIN)
+    return bool(has_it)
+
+
+class ByRows:
+    """A sharded model that writes text. All ranks that share its parameters make the same calls. Collective.
+
+    Args:
+        model: with FSDP units and weights; `why_not_by_rows` has nothing against it.
+
+    Attributes:
+        layers: its quantized layers.
+    """
+
+    def __init__(self, model: TaskModel) -> None:
+        group = shard_group(_sharded_param(model))
+        assert group is not None
+        self.model, self.group = model, group
+        self.layers = DecodeLayers(model.base)
+        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+        self.experts: list[OwnExperts] = []
+        self.params: list[_Replaced] = []
+        self._find(model)
+
+    def _find(self, model: TaskModel) -> None:
+        """Find what takes the place of what is sharded and no quantized layer."""
+        done = {part for module in self.layers.forwards for part in module.modules()}
+        adapters = _adapter_modules(model)
+        for module in model.base.modules():
+            if module in done:
+                continue
+            sharded = {
+                name: param for name, param in module.named_parameters(recurse=False) if isinstance(param, DTensor)
+            }
+            if isinstance(module, ExpertLora) or expert_weight_names(module):
+                experts = module.get_base_layer() if isinstance(module, ExpertLora) else module
+                found = module.adapters() if isinstance(module, ExpertLora) else {}
+                self.experts.append(OwnExperts(experts, found, self.group))
+                self.forwards[module] = self.experts[-1]
+                done |= set(module.modules())
+            elif module is model.embeddings and sharded and all(map(_is_everywhere, sharded.values())):
+                self.forwards[module] = _OwnEmbedding(module, next(iter(sharded.values())), self.group)
+                self.params += [_Replaced(module, name, param, is_whole=False) for name, param in sharded.items()]
+            elif type(module) is nn.Linear and "weight" in sharded and module not in adapters:
+                self.forwards[module] = _OwnLinear(module, self.group)
+            else:
+                self.params += [_Replaced(module, name, param, is_whole=True) for name, param in sharded.items()]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While it lasts, the model computes so, with what is trained as it was when it began."""
+        free_gathered(self.model)
+        for experts in self.experts:
+            experts.refresh()
+        for param in self.params:
+            param.refresh()
+        with ExitStack() as stack:
+            stack.enter_context(without_hooks(self.model))
+            stack.enter_context(forwards(self.forwards))
+            stack.enter_context(self.layers.in_use())
+            for param in self.params:
+                stack.enter_context(param.in_use())
+            yield
+
+    def share(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the group's first rank."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The least of the group's numbers."""
+        least = torch.tensor(number, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+
+class _Replaced:
+    """A sharded parameter, and what its module has in its place: the whole of it, or this rank's rows."""
+
+    def __init__(self, module: nn.Module, name: str, param: nn.Parameter, is_whole: bool) -> None:
+        self.module, self.name, self.param, self.is_whole = module, name, param, is_whole
+        own = local_tensor(param)
+        self.values = own.new_empty(param.shape) if is_whole else own
+
+    def refresh(self) -> None:
+        """Copy the whole as it is now, to where a CUDA graph may read it. Collective."""
+        if self.is_whole:
+            self.values.copy_(gather_whole(self.param, self.values.device))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While it lasts, the module has it."""
+        self.module._parameters[self.name] = nn.Parameter(self.values, requires_grad=False)
+        try:
+            yield
+        finally:
+            self.module._parameters[self.name] = self.param
+
+
+class _OwnEmbedding:
+    """Embeddings of which this rank has some rows. Tokens of others get zeros here, and the ranks' results are summed.
+
+    Args:
+        module: its own forward looks up the rows, in parameters that have this rank's alone; it may scale them.
+        table: a sharded parameter of the module, with a row for each token.
+        group: the ranks that share the rows.
+    """
+
+    def __init__(self, module: nn.Module, table: DTensor, group: dist.ProcessGroup) -> None:
+        self.module, self.forward, self.group = module, module.forward, group
+        self.first, self.last = local_rows(table)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """ids_BL -> x_BLD."""
+        module: Any = self.module
+        is_own = (input >= self.first) & (input < self.last)
+        padding, module.padding_idx = module.padding_idx, None  # a row of the whole table
+        x_BLD: Tensor = self.forward((input - self.first).where(is_own, 0))
+        module.padding_idx = padding
+        x_BLD = x_BLD.where(is_own.unsqueeze(-1), 0)
+        dist.all_reduce(x_BLD, group=self.group)
+        return x_BLD
+
+
+class _OwnLinear:
+    """A linear layer that is not quantized, of whose weight this rank has some rows."""
+
+    def __init__(self, layer: nn.Linear, group: dist.ProcessGroup) -> None:
+        self.weight, self.width, self.group = local_tensor(layer.weight), layer.out_features, group
+        self.bias = None if layer.bias is None else local_tensor(layer.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        own = F.linear(x.flatten(0, -2), self.weight, self.bias)
+        (y_NO,) = gather_columns([own], [self.width], self.group)
+        return y_NO.view(*x.shape[:-1], self.width)
+
+
+def _sharded_param(model: TaskModel) -> nn.Parameter:
+    """A parameter of a model with FSDP units, of which nothing is gathered afterwards."""
+    free_gathered(model)
+    return next(param for param in model.parameters() if isinstance(param, DTensor))
+
+
+def _adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules of all adapters, whose layers are read and not called."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    children = [child for layer in layers for name, child in layer.named_children() if name != "base_layer"]
+    return {module for child in children for module in child.modules()}
+
+
+def _is_everywhere(param: nn.Parameter) -> bool:
+    """Whether each rank has some of a parameter's rows."""
+    num_ranks = dist.get_world_size(shard_group(param))
+    return rows_of_rank(param.shape[0], num_ranks - 1, num_ranks)[0] < param.shape[0]
