@@ -22,17 +22,15 @@ from transformers import PreTrainedModel
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some, plural
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes
+from qlora_fsdp.config.adapter_tables import PREFIX, TABLE_OF_ROWS, TOKEN_ROWS, as_used, whole_keys, whole_weights
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
-TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 BASE_COPY = ".base_layer.weight"  # how the name of a weight of the base ends beside an adapter of its layer
-# How the names of tables of the base end, which PEFT saves beside an adapter of a base that was resized.
-RESIZED = (".original_module.weight", ".token_adapter.base_layer.weight")
 BASE_FIX = "Set model.path to the model that it was trained on"
 
 
@@ -54,30 +52,35 @@ class SavedAdapter:
         return f"{self.setting}={self.folder}"
 
     def read_tokens(self) -> AddedTokens:
-        """The tokens that the adapter has rows for.
+        """The tokens that the adapter has rows for, and how many rows it has of tables that it has as a whole.
 
         Raises:
             AdapterError: what names the tokens is no list of ids, the adapter's file has another number of rows, or its
                 tables have rows for other tokens each.
         """
         saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
-        if not saved:
-            return AddedTokens()
         shapes = read_shapes(self.folder, str(self))
+        whole = whole_weights(shapes)
+        if not saved:
+            return AddedTokens(whole=whole)
         rows = {key: shape[0] for key, shape in shapes.items() if key.endswith(TOKEN_ROWS) and shape}
         ids = [tokens_of_rows(saved, key) for key in rows]
-        if not rows or not all(map(_are_tokens, ids)) or [len(tokens) for tokens in ids] != list(rows.values()):
+        tables = [shapes.get(key.replace(TOKEN_ROWS, TABLE_OF_ROWS)) for key in rows]
+        is_apt = rows and all(map(_are_tokens, ids)) and [len(tokens) for tokens in ids] == list(rows.values())
+        if not is_apt or any(table and max(own, default=0) >= table[0] for table, own in zip(tables, ids, strict=True)):
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
                 "for. Copy it again."
             )
+        if all(tables):  # they are used as a whole
+            return AddedTokens(whole=whole)
         if any(set(tokens) != set(ids[0]) for tokens in ids):
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are other tokens of the head than of the "
                 f"embeddings, which is not here. Set {self.setting} to an adapter that trains the same tokens of both."
             )
         has_two = isinstance(saved, dict) and len(saved) > 1
-        return AddedTokens(frozenset(ids[0]), vocab_size=max(ids[0]) + 1, with_head=has_two)
+        return AddedTokens(frozenset(ids[0]), vocab_size=max(ids[0]) + 1, with_head=has_two, whole=whole)
 
     def check(self, model: peft.PeftModel, may_lack: Collection[str] = (), fix: str = BASE_FIX) -> None:
         """Compare the adapter with the model, which may be on meta, before anything large is read.
@@ -89,11 +92,11 @@ class SavedAdapter:
 
         Raises:
             AdapterError: its file is damaged, tensors are missing, left over or of another shape, it has rows for
-                tokens of the head alone, or it holds a base's resized embeddings.
+                tokens of the head alone, or it adapts the head of a base that was resized.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
-        found = read_shapes(self.folder, str(self))
-        new = tuple(f"base_model.model.{name}." for name in may_lack)
+        found = as_used(read_shapes(self.folder, str(self)))
+        new = tuple(f"{PREFIX}{name}." for name in may_lack)
         missing = sorted(key for key in shapes.keys() - found.keys() if not key.startswith(new))
         problems = [f"{key} is missing" for key in missing]
         # A language model's adapter may have rows of its head for new tokens, of which a classifier has no use.
@@ -102,7 +105,7 @@ class SavedAdapter:
         left_over = [
             key for key in sorted(found.keys() - shapes.keys()) if head is not None or not key.endswith(TOKEN_ROWS)
         ]
-        rows_of_head = {f"base_model.model.{name}.{TOKEN_ROWS}" for name, own in base.named_modules() if own is head}
+        rows_of_head = {f"{PREFIX}{name}.{TOKEN_ROWS}" for name, own in base.named_modules() if own is head}
         if not rows_of_head.isdisjoint(left_over) and any(key.endswith(TOKEN_ROWS) for key in missing):
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are tokens of the head alone, and not of the "
@@ -116,11 +119,14 @@ class SavedAdapter:
             for key in sorted(found.keys() & shapes.keys())
             if found[key] != shapes[key]
         ]
-        if any(key.endswith(RESIZED) for key in left_over):
-            raise AdapterError(
-                f"{self} holds the embeddings of a base that was resized for new tokens, which is not here. Merge the "
-                f"two by PEFT's merge_and_unload, and set model.path to the result, without {self.setting}."
-            )
+        for key in found:
+            adapter_of_it = key.replace(BASE_COPY, ".lora_B.weight")
+            if key != adapter_of_it in shapes and found.get(adapter_of_it, ())[:1] != shapes[adapter_of_it][:1]:
+                raise AdapterError(
+                    f"{self} adapts {key.removesuffix(BASE_COPY).removeprefix(PREFIX)} of a base that was resized for "
+                    "new tokens, which is not here. Merge the two by PEFT's merge_and_unload, and set model.path to "
+                    f"the result, without {self.setting}."
+                )
         if problems:
             number = len(problems)
             raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
@@ -154,10 +160,15 @@ class SavedAdapter:
             stored = set(file.keys())
             saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
             for key, param in adapter_parameters(model).items():
-                if key not in stored:
+                keys = whole_keys(stored, key)
+                if keys["whole"] not in stored:
                     continue
                 first, last = local_rows(param)
-                if key.endswith(TOKEN_ROWS):  # ours are by ascending token id, the file's as its maker named them
+                if "rows" in keys:
+                    table = file.get_tensor(keys["whole"])
+                    table[tokens_of_rows(saved, keys["rows"])] = file.get_tensor(keys["rows"]).to(table.dtype)
+                    values = table[first:last]
+                elif key.endswith(TOKEN_ROWS):  # ours are by ascending token id, the file's as its maker named them
                     order = np.argsort(tokens_of_rows(saved, key))
                     values = file.get_tensor(key)[order[first:last]]
                 else:
@@ -174,8 +185,8 @@ def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
     """
     if not isinstance(trainable_token_indices, dict):
         return cast(list[int], trainable_token_indices)
-    table = key.removesuffix(f".{TOKEN_ROWS}")
-    return next((tokens for name, tokens in trainable_token_indices.items() if table.endswith(name)), [])
+    table, of_both = key.removesuffix(f".{TOKEN_ROWS}"), [*trainable_token_indices.values()][1:] == []
+    return next((ids for name, ids in trainable_token_indices.items() if table.endswith(name) or of_both), [])
 
 
 def _are_tokens(ids: Any) -> bool:
