@@ -114,6 +114,11 @@ def test_evaluate_and_generate_use_its_tables(made, tmp_path: Path, capsys, case
     assert capsys.readouterr().out.strip() == tokenizer.decode(ids[0, len(begin) :], skip_special_tokens=True).strip()
 
 
+def test_an_adapter_with_whole_tables_is_not_for_vllm(made, tmp_path: Path, capsys):
+    assert merge.main([*made["no table is trained"][1], f"out={tmp_path / 'out'}", "write=adapter"]) == 2
+    assert "holds whole layers (modules_to_save), which vLLM does not read" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_adapter_of_a_resized_head_is_told(checkpoint: Callable[..., Path], tmp_path: Path, capsys):
     """PEFT saves no embeddings beside it, so that a resized base could not be made again."""
     base = checkpoint("llama", torch.float32)

@@ -6,6 +6,7 @@ one or `lora.start` of a run that trains on from one, and every message says by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ from qlora_fsdp.config.adapter_tables import PREFIX, TABLE_OF_ROWS, TOKEN_ROWS, 
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 BASE_COPY = ".base_layer.weight"  # how the name of a weight of the base ends beside an adapter of its layer
+EXPERT = re.compile(r"\.experts\.\d+\.")
 BASE_FIX = "Set model.path to the model that it was trained on"
 
 
@@ -92,7 +95,7 @@ class SavedAdapter:
 
         Raises:
             AdapterError: its file is damaged, tensors are missing, left over or of another shape, it has rows for
-                tokens of the head alone, or it adapts the head of a base that was resized.
+                tokens of the head alone, it adapts the head of a base that was resized, or every expert by itself.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
         found = as_used(read_shapes(self.folder, str(self)))
@@ -127,6 +130,12 @@ class SavedAdapter:
                     "new tokens, which is not here. Merge the two by PEFT's merge_and_unload, and set model.path to "
                     f"the result, without {self.setting}."
                 )
+        if has_experts(base) and any(EXPERT.search(key) for key in left_over):
+            raise AdapterError(
+                f"{self} has adapters for each expert, as `merge write=adapter` writes them for vLLM, and the experts "
+                f"of a layer have one here. Set {self.setting} to the adapter that it was written from. If it comes "
+                "from elsewhere, load it by PeftModel.from_pretrained and save it again: that joins them."
+            )
         if problems:
             number = len(problems)
             raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
