@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -127,6 +129,17 @@ def test_an_adapter_of_a_resized_head_is_told(checkpoint: Callable[..., Path], t
     assert merge.main([*own, f"out={tmp_path / 'merged'}"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "adapts lm_head of a base that was resized for new tokens" in message and "merge_and_unload" in message
+
+
+def test_one_of_two_tied_tables_is_told(made, tmp_path: Path, capsys):
+    """Some trainers save a state of their own. The head would stay what it is in the base."""
+    base, adapter = bases_of(made, "tied, no table is trained")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    del tensors["base_model.model.lm_head.weight"]
+    one = shutil.copytree(adapter, tmp_path / "adapter")
+    save_file(tensors, one / "adapter_model.safetensors", {"format": "pt"})
+    assert generate.main([f"adapter={one}", f"model.path={base}", "prompt=rain"]) == 2
+    assert "holds model.embed_tokens of a base that was resized" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("case", ["both are trained", "tied, both are trained, shorter"])

@@ -248,11 +248,16 @@ def test_tables_with_rows_for_other_tokens_each_are_refused(tmp_path: Path) -> N
         SavedAdapter(folder).read_tokens()
 
 
-def test_rows_beyond_their_table_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "num_rows"), [([2, 12], 2), (None, 2), ([2, 3], 0), ({"embed_tokens": [2], "other": [3]}, 2)]
+)
+def test_rows_that_do_not_fit_their_table_are_refused(tmp_path: Path, tokens: Any, num_rows: int) -> None:
     """The table is in the file, so that nothing else would tell before the rows are written into it."""
-    folder = write_adapter(tmp_path / "adapter", trainable_token_indices=[2, 12])
+    folder = write_adapter(tmp_path / "adapter", trainable_token_indices=tokens)
     table = "base_model.model.lm_head"
-    tensors = {f"{table}.{TOKEN_ROWS}": np.zeros((2, 8)), f"{table}.{TABLE_OF_ROWS}": np.zeros((12, 8))}
+    tensors = {f"{table}.{TABLE_OF_ROWS}": np.zeros((12, 8))}
+    if num_rows:
+        tensors[f"{table}.{TOKEN_ROWS}"] = np.zeros((num_rows, 8))
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match="are not the tokens that its file has rows for"):
         SavedAdapter(folder).read_tokens()

@@ -203,11 +203,17 @@ def _saved_modules(saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[
     model. With `ensure_weight_tying` its file has both of two tied tables, of which the setting names one, and that of
     a base that was resized has both in any case.
     """
-    names, usual = saved.get("modules_to_save") or [], usual_heads(saved)
+    names = saved.get("modules_to_save") or []
     tied = list(whole_weights(shapes)) if saved.get("ensure_weight_tying") and names else []
-    return sorted({*names, *tied, *untrained_tables(shapes, {*names, *usual})} - usual) or None
+    untrained = untrained_tables(shapes, trained_modules(saved))
+    return sorted({*names, *tied, *untrained} - _usual_heads(saved)) or None
 
 
-def usual_heads(saved: Mapping[str, Any]) -> set[str]:
+def trained_modules(saved: Mapping[str, Any]) -> set[str]:
+    """What an adapter trained as a whole, as adapter_config.json has it: names of modules, or ends of names."""
+    return {*(saved.get("modules_to_save") or []), *_usual_heads(saved)}
+
+
+def _usual_heads(saved: Mapping[str, Any]) -> set[str]:
     """The names of heads that PEFT adds to a classifier's `modules_to_save`."""
     return {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()

@@ -16,10 +16,10 @@ TABLE_OF_ROWS = "token_adapter.base_layer.weight"  # and the name of their table
 PREFIX, WEIGHT = "base_model.model.", ".weight"
 _COPIES = re.compile(r"\.(original_module|modules_to_save)\.")  # of what PEFT also saves under the module's own name
 _PARTS = ("lora_", ".base_layer.", ".token_adapter.", ".original_module.", ".modules_to_save.")
-_Shape = tuple[int, ...]
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in an adapter's file, by their keys
 
 
-def as_used(shapes: Mapping[str, _Shape]) -> dict[str, _Shape]:
+def as_used(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """An adapter's tensors by the names of what they are in use: each table once, under its own name.
 
     Args:
@@ -47,7 +47,7 @@ def whole_keys(stored: Collection[str], key: str) -> dict[str, str]:
     return {"whole": base, "rows": f"{table}.{TOKEN_ROWS}"} if base in stored else {"whole": key}
 
 
-def whole_weights(shapes: Mapping[str, _Shape]) -> dict[str, int]:
+def whole_weights(shapes: Shapes) -> dict[str, int]:
     """The rows of every module whose weight an adapter has as a whole, by the module's name."""
     return {
         key.removeprefix(PREFIX).removesuffix(WEIGHT): shape[0]
@@ -56,7 +56,7 @@ def whole_weights(shapes: Mapping[str, _Shape]) -> dict[str, int]:
     }
 
 
-def untrained_tables(shapes: Mapping[str, _Shape], trained: Collection[str]) -> list[str]:
+def untrained_tables(shapes: Shapes, trained: Collection[str]) -> list[str]:
     """Names of the modules whose weights an adapter has as a whole, although it did not train them as a whole.
 
     Args:

@@ -20,7 +20,7 @@ from qlora_fsdp.config.adapter_config import (
     read_adapter_config,
     read_lora,
     read_shapes,
-    usual_heads,
+    trained_modules,
 )
 from qlora_fsdp.config.adapter_tables import untrained_tables
 from qlora_fsdp.config.bounded_yaml import read_yaml
@@ -114,8 +114,7 @@ def _check_tables_are_trained(folder: Path) -> None:
         AdapterError: there are some.
     """
     saved, what = read_adapter_config(folder, SETTING), f"{SETTING}={folder}"
-    trained = {*(saved.get("modules_to_save") or []), *usual_heads(saved)}
-    tables = untrained_tables(read_shapes(folder, what), trained)
+    tables = untrained_tables(read_shapes(folder, what), trained_modules(saved))
     tied = saved.get("ensure_weight_tying") and saved.get("modules_to_save")
     if tables and not tied:
         raise AdapterError(

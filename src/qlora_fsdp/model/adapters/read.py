@@ -22,8 +22,18 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some, plural
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes
-from qlora_fsdp.config.adapter_tables import PREFIX, TABLE_OF_ROWS, TOKEN_ROWS, as_used, whole_keys, whole_weights
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, trained_modules
+from qlora_fsdp.config.adapter_tables import (
+    PREFIX,
+    TABLE_OF_ROWS,
+    TOKEN_ROWS,
+    WEIGHT,
+    Shapes,
+    as_used,
+    untrained_tables,
+    whole_keys,
+    whole_weights,
+)
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.token_rows import ADAPTER
@@ -64,18 +74,22 @@ class SavedAdapter:
         saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
         shapes = read_shapes(self.folder, str(self))
         whole = whole_weights(shapes)
-        if not saved:
+        tables = [key for key, shape in shapes.items() if key.endswith(TABLE_OF_ROWS) and shape]
+        if not saved and not tables:
             return AddedTokens(whole=whole)
         rows = {key: shape[0] for key, shape in shapes.items() if key.endswith(TOKEN_ROWS) and shape}
         ids = [tokens_of_rows(saved, key) for key in rows]
-        tables = [shapes.get(key.replace(TOKEN_ROWS, TABLE_OF_ROWS)) for key in rows]
         is_apt = rows and all(map(_are_tokens, ids)) and [len(tokens) for tokens in ids] == list(rows.values())
-        if not is_apt or any(table and max(own, default=0) >= table[0] for table, own in zip(tables, ids, strict=True)):
+        for key in tables if is_apt else ():  # the rows go into it
+            key_of_rows = key.replace(TABLE_OF_ROWS, TOKEN_ROWS)
+            is_apt = is_apt and key_of_rows in rows
+            is_apt = is_apt and max(tokens_of_rows(saved, key_of_rows), default=0) < shapes[key][0]
+        if not is_apt:
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
                 "for. Copy it again."
             )
-        if all(tables):  # they are used as a whole
+        if tables:
             return AddedTokens(whole=whole)
         if any(set(tokens) != set(ids[0]) for tokens in ids):
             raise AdapterError(
@@ -95,7 +109,8 @@ class SavedAdapter:
 
         Raises:
             AdapterError: its file is damaged, tensors are missing, left over or of another shape, it has rows for
-                tokens of the head alone, it adapts the head of a base that was resized, or every expert by itself.
+                tokens of the head alone, it adapts the head of a base that was resized, or every expert by itself, or
+                it holds one of two tied tables.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
         found = as_used(read_shapes(self.folder, str(self)))
@@ -122,6 +137,25 @@ class SavedAdapter:
             for key in sorted(found.keys() & shapes.keys())
             if found[key] != shapes[key]
         ]
+        self._refuse_other_forms(base, shapes, found, left_over)
+        if problems:
+            number = len(problems)
+            raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
+
+    def _refuse_other_forms(
+        self, base: PreTrainedModel, shapes: Shapes, found: Shapes, left_over: Collection[str]
+    ) -> None:
+        """Say of adapters in forms that are not known here what helps, where "does not fit" would not.
+
+        Args:
+            base: the base with the layers of the adapter.
+            shapes: of the trained parameters in the model, by their keys in an adapter's file.
+            found: of the tensors in this adapter's file, as they are used.
+            left_over: those of them that the model has no place for.
+
+        Raises:
+            AdapterError: see `check`.
+        """
         for key in found:
             adapter_of_it = key.replace(BASE_COPY, ".lora_B.weight")
             if key != adapter_of_it in shapes and found.get(adapter_of_it, ())[:1] != shapes[adapter_of_it][:1]:
@@ -130,15 +164,22 @@ class SavedAdapter:
                     "new tokens, which is not here. Merge the two by PEFT's merge_and_unload, and set model.path to "
                     f"the result, without {self.setting}."
                 )
+        trained = trained_modules(read_adapter_config(self.folder, self.setting))
+        tables = set(untrained_tables(found, trained))
+        for pair in (base.all_tied_weights_keys or {}).items():
+            tied = {key.removesuffix(WEIGHT) for key in pair}
+            if tables & tied and not tied <= whole_weights(found).keys():
+                raise AdapterError(
+                    f"{self} holds {', '.join(tables & tied)} of a base that was resized, and not the other of its two "
+                    "tied tables, which PEFT saves too. Save it by PEFT's save_pretrained(..., "
+                    "save_embedding_layers=True)."
+                )
         if has_experts(base) and any(EXPERT.search(key) for key in left_over):
             raise AdapterError(
                 f"{self} has adapters for each expert, as `merge write=adapter` writes them for vLLM, and the experts "
                 f"of a layer have one here. Set {self.setting} to the adapter that it was written from. If it comes "
                 "from elsewhere, load it by PeftModel.from_pretrained and save it again: that joins them."
             )
-        if problems:
-            number = len(problems)
-            raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
 
     def check_values(self, processes: Processes) -> None:
         """Look for NaN and infinite values in an adapter that passed `check`. Each rank reads its share.
