@@ -116,6 +116,28 @@ def test_evaluate_and_generate_use_its_tables(made, tmp_path: Path, capsys, case
     assert capsys.readouterr().out.strip() == tokenizer.decode(ids[0, len(begin) :], skip_special_tokens=True).strip()
 
 
+@pytest.mark.parametrize("case", ["no table is trained", "tied, rows are trained"])
+def test_preferences_are_compared_with_its_tables(made, tmp_path: Path, capsys, case: str):
+    """DPO's loss (arXiv:2305.18290, equation 7), of which the reference is the resized base without the adapter."""
+    model, own = made[case]
+    rows = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "rain <t0>", "chosen": " <t5><t6>", "rejected": " birds"}])
+    data = [f"data.path={rows}", f"data.cache_folder={tmp_path}", "training.max_length=64", "task=preference"]
+    assert evaluate.main([*own, *data]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    def log_prob(answer: list[int]) -> torch.Tensor:
+        ids = torch.tensor([[256, *b"rain ", 259, *answer, 257]])
+        with torch.no_grad():
+            found = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        return found[6:].sum()
+
+    margin = log_prob([*b" ", 264, 265]) - log_prob([*b" birds"])
+    with model.disable_adapter():
+        margin -= log_prob([*b" ", 264, 265]) - log_prob([*b" birds"])
+    assert found["loss"] == pytest.approx(-F.logsigmoid(0.1 * margin).item(), abs=2e-5)
+    assert abs(margin) > 0.1
+
+
 def test_an_adapter_with_whole_tables_is_not_for_vllm(made, tmp_path: Path, capsys):
     assert merge.main([*made["no table is trained"][1], f"out={tmp_path / 'out'}", "write=adapter"]) == 2
     assert "holds whole layers (modules_to_save), which vLLM does not read" in " ".join(capsys.readouterr().err.split())

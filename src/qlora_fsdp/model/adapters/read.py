@@ -225,6 +225,19 @@ class SavedAdapter:
                     values = file.get_slice(key)[first:last]
                 local_tensor(param).copy_(values)
 
+    @torch.no_grad()
+    def load_untrained(self, model: peft.PeftModel) -> None:
+        """Copy the tables of the resized base that the adapter was trained on, without the rows that it trained."""
+        names = untrained_tables(
+            read_shapes(self.folder, str(self)), trained_modules(read_adapter_config(self.folder, self.setting))
+        )
+        with safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as file:
+            stored = set(file.keys())
+            for key, param in adapter_parameters(model).items():
+                if key.removeprefix(PREFIX).removesuffix(WEIGHT) in names:
+                    first, last = local_rows(param)
+                    local_tensor(param).copy_(file.get_slice(whole_keys(stored, key)["whole"])[first:last])
+
 
 def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
     """The tokens of the trained rows that an adapter's file has under `key`, in the order of the rows there.
