@@ -209,7 +209,7 @@ def test_the_model_card_loads_the_adapter_onto_its_base_in_full_precision_and_qu
 
 
 @pytest.mark.parametrize("family", UNFUSED)
-def test_an_adapter_for_each_expert(bases, stock, tmp_path: Path, family: str):
+def test_an_adapter_for_each_expert(bases, stock, tmp_path: Path, capsys, family: str):
     out = tmp_path / "out"
     assert export(bases[family], stock[family], out) == 0
     expected = logits(with_adapter(bases[family], stock[family]))
@@ -220,6 +220,10 @@ def test_an_adapter_for_each_expert(bases, stock, tmp_path: Path, family: str):
     torch.testing.assert_close(
         logits(load(add_by_name(bases[family], out, tmp_path / "added"))), expected, rtol=0, atol=2e-5
     )
+    arguments = [f"adapter={out}", *base_settings(bases[family]), "prompt=a"]
+    assert generate.main(arguments) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "the experts of a layer have one here. Set adapter to the adapter that it was written from" in shown
     if family != "deepseek_v3":  # whose dense layers PEFT would take for experts
         torch.testing.assert_close(logits(with_adapter(bases[family], out)), expected, rtol=0, atol=2e-5)
 

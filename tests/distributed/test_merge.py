@@ -124,26 +124,6 @@ def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: P
     torch.testing.assert_close(load_merged(tmp_path / "merged"), logits(model), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
-        {"trainable_token_indices": [VOCAB, VOCAB + 1]},
-    ],
-)
-def test_an_adapter_of_a_base_that_was_resized_is_told(bases, tmp_path: Path, capsys, chosen):
-    """PEFT saves the base's tables beside it. No model.path would fit, so none is asked for."""
-    base = load_stock(bases["qwen2"], QuantConfig(load_in_4bit=False))
-    base.resize_token_embeddings(VOCAB + 2)
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **chosen))
-    model.save_pretrained(tmp_path / "adapter")
-    where = [f"model.path={bases['qwen2']}", "model.tokenizer_path=bytes"]
-    assert merge.main([f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'merged'}", *where]) == 2
-    message = " ".join(capsys.readouterr().err.split())
-    assert "holds the embeddings of a base that was resized for new tokens" in message and "merge_and_unload" in message
-
-
 def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, rows: Path, tmp_path, capsys):
     reports = {}
     for base in ("full", "dequantized"):

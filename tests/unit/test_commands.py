@@ -95,6 +95,13 @@ def test_rows_stay_unpacked_where_training_left_them_so(adapter: Path) -> None:
     assert load(adapter, "training=packed").training.packing
 
 
+def test_random_weights_are_made_again_by_the_seed_that_made_them(adapter: Path) -> None:
+    (adapter / SETTINGS_FILE).write_text(saved_settings(load_config(["model=tiny", "data=random", "training.seed=7"])))
+    assert (load(adapter).training.seed, load(adapter, "training.seed=1").training.seed) == (7, 1)
+    own = ["model=tiny", "model.weights=checkpoint", "model.path=org/Base", "data=random", "training.seed=7"]
+    assert "seed" not in saved_settings(load_config(own))
+
+
 def test_an_experiment_does_not_take_the_place_of_the_saved_settings(adapter: Path) -> None:
     with pytest.raises(ConfigError, match="experiment can't be used with adapter="):
         load(adapter, "experiment=qlora_paper")

@@ -11,9 +11,10 @@ import pytest
 from tests.helpers.slow_format import slow_format
 from tests.unit.test_data_tokens import MISTRAL_TEMPLATE, PLAIN_TEMPLATE, THINKING_TEMPLATE
 
-from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
+from qlora_fsdp.config.schema import DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data.chats import template as chat_template
 from qlora_fsdp.data.chats.conversation import format_messages
+from qlora_fsdp.data.format import format_row
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenizer import load_tokenizer
 
@@ -142,7 +143,10 @@ def test_templates_of_models_give_the_text_and_spans_of_the_reference(template: 
         else:  # the reference looks at the whole conversation, of which more changes than of a small one
             answers = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
             for (start, end), answer in zip(found[1], answers, strict=True):
-                assert answer.get("content", "").strip().rpartition("\n")[2].strip() in found[0][start:end]
+                said = answer.get("content", "").strip().rpartition("\n")[2].strip()
+                if answer.get("tool_calls") and said not in found[0]:  # the template writes the call alone
+                    said = answer["tool_calls"][0]["function"]["name"]
+                assert said in found[0][start:end]
 
 
 @pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": "Let me add."}])
@@ -282,11 +286,33 @@ def test_a_template_that_writes_the_first_of_two_calls_alone_refuses_the_row(mon
         called(MODELS["gptoss"], monkeypatch, 2)
 
 
+@pytest.mark.parametrize("said", [{}, {"content": "I add."}])
 @pytest.mark.parametrize("template", ["mistral_v2v3", "mistral_v3_tekken"])
-def test_calls_are_found_where_the_template_moves_the_tools(template: str, monkeypatch: pytest.MonkeyPatch):
-    call, *answers = called(MODELS[template], monkeypatch, 2)
+def test_calls_are_found_where_the_template_moves_the_tools(
+    template: str, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """The words of a call are left out."""
+    call, *answers = called(MODELS[template], monkeypatch, 2, **said)
     assert call.startswith("[TOOL_CALLS]") and call.count('"add"') == 2 and call.endswith(TOKENIZER.eos_token)
     assert [answer.strip() for answer in answers] == [f"{word}{TOKENIZER.eos_token}" for word in ("done", "last")]
+
+
+@pytest.mark.parametrize("template", ["mistral_v2v3", "mistral_v3_tekken"])
+def test_words_of_a_call_do_not_hide_it_where_the_template_moves_the_system_message(
+    template: str, monkeypatch: pytest.MonkeyPatch
+):
+    """These templates write the call without its words, and the system message only before the last user's."""
+    monkeypatch.setattr(TOKENIZER, "chat_template", MODELS[template])
+    call = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+    ]
+    text, ((start, end),) = format_messages(messages, TOOLS, LossOn.completion, TOKENIZER)
+    assert text[start:end].startswith("[TOOL_CALLS]") and end == len(text)
+    with pytest.raises(BadRow, match="leaves out the system message"):
+        format_row(DataFormat.messages, {"messages": messages, "tools": TOOLS}, LossOn.completion, TOKENIZER)
 
 
 @pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}])

@@ -227,6 +227,31 @@ def test_what_only_a_gradient_shows_is_found(monkeypatch: pytest.MonkeyPatch):
     assert str(found).startswith("packed rows see one another (gradients change by ")
 
 
+@pytest.mark.parametrize(
+    "shortage",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+    ],
+)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_shortage_of_memory_is_no_trait_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, shortage: Exception, is_packed: bool
+):
+    """Rows would be padded for it, in this start and not in the next."""
+    forward = modeling_llama.LlamaMLP.forward
+
+    def fail(self: nn.Module, x: Tensor) -> Tensor:
+        if (len(x) > 1) == is_packed:
+            raise shortage
+        return forward(self, x)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", fail)
+    with pytest.raises(type(shortage)):
+        RowTrial(real_config("llama"), LONG).why_not_packed("sdpa")
+
+
 @pytest.mark.parametrize("family", sorted({*SMALL, "gemma4_text"} - {"bert", "opt", "bloom"}))
 def test_a_small_config_has_a_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch, family: str):
     """Compared with the modules of a model that has all layers, and small sizes likewise."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow.parquet
@@ -17,7 +19,7 @@ from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
-from qlora_fsdp.data.notes import check_prompt
+from qlora_fsdp.data.notes import check_date, check_prompt
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
@@ -222,3 +224,16 @@ def test_answers_that_do_not_begin_as_the_prompt_for_them_are_told(
     assert told is None or (told in notes[0] and '"<\uff5cAssistant\uff5c><think>\\n"' in notes[0])
     file.write_text(json.dumps(ROWS[1]))
     assert check_prompt(tokenizer, Config(data=DataConfig(path=str(file)))) == []
+
+
+def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: Path):
+    """It stays in the tokenized rows, which later runs take from the cache."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (MODEL_TEMPLATES / "mistral_v7_tekken.jinja").read_text(encoding="utf-8")
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello!"}]
+    data = DataConfig(path=str(write_lines(tmp_path / "rows.jsonl", [{"messages": said}])))
+    (note,) = check_date(tokenizer, Config(data=data))
+    assert f'the day\'s date into conversations, "{datetime.now():%Y-%m-%d}" today' in note
+    assert check_date(tokenizer, Config(data=replace(data, system_prompt="Be brief."))) == []
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    assert check_date(tokenizer, Config(data=data)) == []

@@ -13,9 +13,10 @@ import yaml
 from safetensors.numpy import save_file
 
 from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
+from qlora_fsdp.config.adapter_tables import TABLE_OF_ROWS, TOKEN_ROWS
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.model.adapters.read import TOKEN_ROWS, SavedAdapter
+from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.records.run_state import ATTEMPT, START_FOLDER, describe_attempt
 from qlora_fsdp.records.start_folder import find_start, is_restart, keep_start
 
@@ -244,4 +245,19 @@ def test_tables_with_rows_for_other_tokens_each_are_refused(tmp_path: Path) -> N
     rows = {f"{table}.{TOKEN_ROWS}": np.zeros((2, 8), np.float32) for table in tables}
     save_file(rows, folder / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match="other tokens of the head than of the embeddings"):
+        SavedAdapter(folder).read_tokens()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_rows"), [([2, 12], 2), (None, 2), ([2, 3], 0), ({"embed_tokens": [2], "other": [3]}, 2)]
+)
+def test_rows_that_do_not_fit_their_table_are_refused(tmp_path: Path, tokens: Any, num_rows: int) -> None:
+    """The table is in the file, so that nothing else would tell before the rows are written into it."""
+    folder = write_adapter(tmp_path / "adapter", trainable_token_indices=tokens)
+    table = "base_model.model.lm_head"
+    tensors = {f"{table}.{TABLE_OF_ROWS}": np.zeros((12, 8))}
+    if num_rows:
+        tensors[f"{table}.{TOKEN_ROWS}"] = np.zeros((num_rows, 8))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="are not the tokens that its file has rows for"):
         SavedAdapter(folder).read_tokens()

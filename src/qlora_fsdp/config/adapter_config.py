@@ -19,6 +19,7 @@ from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_
 from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
+from qlora_fsdp.config.adapter_tables import untrained_tables, whole_weights
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.config.settings import show
 
@@ -196,17 +197,23 @@ def _without_parameters(patterns: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _saved_modules(saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[str] | None:
-    """`modules_to_save` without the usual names of a classifier's head, and with the tables that are tied to one.
+    """`modules_to_save` without the usual names of a classifier's head, and with all tables that the file has whole.
 
     PEFT adds the head's names when it saves, whether the model has such modules or not, and again when it wraps the
-    model. With `ensure_weight_tying` its file has both of two tied tables, of which the setting names one.
+    model. With `ensure_weight_tying` its file has both of two tied tables, of which the setting names one, and that of
+    a base that was resized has both in any case.
     """
-    names = saved.get("modules_to_save")
-    if names is None:
-        return None
-    usual = {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
-    parts = ("lora_", ".base_layer.", ".token_adapter.", ".original_module.", ".modules_to_save.")
-    whole = [key for key in shapes if not any(part in key for part in parts)]
-    tables = [key.removeprefix("base_model.model.").removesuffix(".weight") for key in whole]
-    tied = tables if saved.get("ensure_weight_tying") and names else []
-    return sorted(({*names, *tied}) - usual) or None
+    names = saved.get("modules_to_save") or []
+    tied = list(whole_weights(shapes)) if saved.get("ensure_weight_tying") and names else []
+    untrained = untrained_tables(shapes, trained_modules(saved))
+    return sorted({*names, *tied, *untrained} - _usual_heads(saved)) or None
+
+
+def trained_modules(saved: Mapping[str, Any]) -> set[str]:
+    """What an adapter trained as a whole, as adapter_config.json has it: names of modules, or ends of names."""
+    return {*(saved.get("modules_to_save") or []), *_usual_heads(saved)}
+
+
+def _usual_heads(saved: Mapping[str, Any]) -> set[str]:
+    """The names of heads that PEFT adds to a classifier's `modules_to_save`."""
+    return {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()

@@ -38,7 +38,7 @@ from qlora_fsdp.config.foreign_settings import (
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import chosen_groups
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName, Weights
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.start_adapter import order_problems
 from qlora_fsdp.config.written import is_hidden
@@ -165,6 +165,10 @@ def saved_settings(
     if path is not None and Path(path).expanduser().is_dir():
         values["model"]["path"] = str(Path(path).expanduser().resolve())
     if config.training.packing is not False:  # else it is a classifier, or the user's wish
+        del values["training"]["packing"]
+    if config.model.weights is not Weights.random:
+        del values["training"]["seed"]
+    if not values["training"]:
         del values["training"]
     if config.task.name is not TaskName.preference:
         del values["preference"]

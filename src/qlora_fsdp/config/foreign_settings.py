@@ -39,7 +39,7 @@ ALLOWED = {
         *("loss", "beta", "label_smoothing", "simpo_gamma"),
         *("sft_weight", "desirable_weight", "undesirable_weight"),
     ),
-    "training": ("packing",),
+    "training": ("packing", "seed"),  # the latter makes random weights
     "data": ("system_prompt",),
 }
 # Adapters that were saved before this list existed have these two. A folder for the cache means nothing on another

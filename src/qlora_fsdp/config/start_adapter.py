@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.errors import AdapterError, Problem
 from qlora_fsdp.common.hub_names import hub_name
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems, read_lora
+from qlora_fsdp.config.adapter_config import (
+    SETTINGS_FILE,
+    adapter_problems,
+    read_adapter_config,
+    read_lora,
+    read_shapes,
+    trained_modules,
+)
+from qlora_fsdp.config.adapter_tables import untrained_tables
 from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.config_file import OF_A_MODEL, Sections
 from qlora_fsdp.config.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
@@ -89,6 +97,7 @@ def read_start(folder: Path) -> StartAdapter:
         saved, _ = read_foreign_settings(file)
         note = read_yaml(file, allows_aliases=False).get(BASE_FINGERPRINT)
         fingerprint = note if isinstance(note, str) else None
+    _check_tables_are_trained(folder)
     model = {name: value for name, value in saved.get("model", {}).items() if name in OF_A_MODEL}
     if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
         model.pop("tokenizer_path", None)
@@ -96,6 +105,23 @@ def read_start(folder: Path) -> StartAdapter:
     rope = saved.get("model", {}).get("rope_scaling") or None
     lora, quant = read_lora(folder, SETTING), saved.get("quant", {})
     return StartAdapter(folder, lora, base, fingerprint, model or {"path": base}, quant, labels, rope)
+
+
+def _check_tables_are_trained(folder: Path) -> None:
+    """Refuse tables that the adapter has as a whole and did not train so: a run would train them.
+
+    Raises:
+        AdapterError: there are some.
+    """
+    saved, what = read_adapter_config(folder, SETTING), f"{SETTING}={folder}"
+    tables = untrained_tables(read_shapes(folder, what), trained_modules(saved))
+    tied = saved.get("ensure_weight_tying") and saved.get("modules_to_save")
+    if tables and not tied:
+        raise AdapterError(
+            f"{what} has whole tables that it did not train ({', '.join(tables)}): those of a base that was resized "
+            "for new tokens. A run would train them as a whole. Merge it into its base with `qlora-fsdp merge`, and "
+            f"set model.path to the result, without {SETTING}."
+        )
 
 
 def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from datetime import datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,9 +16,10 @@ from qlora_fsdp.data.chats.markers import check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.read import training_paths
-from qlora_fsdp.data.row import BadRow, as_template_sees
+from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees
 from qlora_fsdp.data.tokenizer import with_template
 
+_DATE = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")  # transformers' function, with the date's format
 MORE_LETTERS = 8  # of an answer are shown, after as many as the prompt for it has
 
 
@@ -26,7 +29,12 @@ def note_mistakes(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
     Raises:
         DataError: the tokenizer can't write a marker of the chat template.
     """
-    return [*check_markers(tokenizer, config), *check_end_token(tokenizer, config), *check_prompt(tokenizer, config)]
+    return [
+        *check_markers(tokenizer, config),
+        *check_end_token(tokenizer, config),
+        *check_prompt(tokenizer, config),
+        *check_date(tokenizer, config),
+    ]
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
@@ -54,6 +62,32 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
         f"{_show(answer[: len(header) + MORE_LETTERS])}{left_out}. So chat, generate and servers ask for what is not "
         "trained on. Set data.chat_template to a copy in which both begin alike; it is saved with the "
         "adapter."
+    ]
+
+
+def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+    """Returns a note if the chat template writes the day's date into the first conversation of the data."""
+    paths, found = training_paths(config.data), None
+    data = settings_for(paths[0], config.data) if paths else config.data
+    formats = _DATE.findall(str(with_template(tokenizer, data).chat_template))
+    if formats:
+        found = find_first(config)
+    if found is None or found[0] is not DataFormat.messages:
+        return []
+    row = add_system_prompt(found[1], data.system_prompt) if data.system_prompt else found[1]
+    template = with_template(tokenizer, data).get_chat_template(tools=row.get("tools"))
+    messages = [as_template_sees(message) for message in row["messages"]]
+    try:
+        text = Conversation(messages, row.get("tools"), template, tokenizer).render(messages)
+    except BadRow:
+        return []
+    dates = [date for date in map(datetime.now().strftime, formats) if date in text]
+    if not dates:
+        return []
+    return [
+        f"the chat template writes the day's date into conversations, {_show(dates[0])} today. Rows keep the date of "
+        "the day on which they were tokenized, in later runs too, and generate and chat write that of their own day. "
+        "For one date everywhere set data.chat_template to a copy in which it stands; it is saved with the adapter."
     ]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,12 +42,15 @@ class AddedTokens:
         fresh: the ids of those that the tokenizer did not have.
         vocab_size: the tokenizer's largest id + 1.
         with_head: whether the head has rows for them too, or the embeddings alone.
+        whole: the rows of tables that a saved adapter has as a whole, by their names. They may be more or fewer than
+            the base's.
     """
 
     ids: frozenset[int] = frozenset()
     fresh: frozenset[int] = frozenset()
     vocab_size: int = 0
     with_head: bool = True
+    whole: Mapping[str, int] = field(default_factory=dict)
 
 
 NO_TOKENS = AddedTokens()

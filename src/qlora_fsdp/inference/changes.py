@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import torch
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
+from qlora_fsdp.config.adapter_tables import PREFIX, TOKEN_ROWS, whole_keys
 from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters.read import TOKEN_ROWS, tokens_of_rows
+from qlora_fsdp.model.adapters.read import tokens_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,7 @@ class Change:
         file: the adapter's tensors.
         keys: what is read there, by what it is: LoRA's matrices (`lora_A.weight`, `lora_B.weight`) and DoRA's
             magnitudes (`lora_magnitude_vector`); `whole` for a parameter that was trained in full; or `rows` of new
-            tokens.
+            tokens, which go into the `whole` if there is one too.
         scaling: of LoRA's product.
         num_experts: experts whose weights are the parameter, [E, rows, columns], each with matrices of its own; 1 for
             a linear layer.
@@ -47,6 +49,13 @@ class Change:
         with safe_open(self.file, "pt") as file:
             return cast(Tensor, file.get_tensor(self.keys[what]))
 
+    def read_whole(self) -> Tensor:
+        """The parameter that was trained in full, on the CPU; rows that the adapter has apart are put into it."""
+        whole = self.read("whole")
+        if "rows" in self.keys:
+            whole[self.token_ids] = self.read("rows").to(whole.dtype)
+        return whole
+
     def factors(self) -> tuple[Tensor, Tensor]:
         """[E, rows, R] and [E, R, columns], whose product times `scaling` is added to the parameter; float32."""
         a, b = (self.read(f"lora_{letter}.weight").float() for letter in "AB")
@@ -56,7 +65,9 @@ class Change:
 
 
 def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
-    """Find an adapter's changes, by the name of the parameter that each changes. Only names are read.
+    """Find an adapter's changes, by the name of the parameter that each changes.
+
+    Two tied tables that are the same in the adapter share one.
 
     Args:
         model: the base with the adapter's layers; may be on meta.
@@ -67,7 +78,7 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
     file = adapter / ADAPTER_WEIGHTS
     tokens = read_adapter_config(adapter, "adapter").get("trainable_token_indices")
     with safe_open(file, "pt") as tensors:
-        stored = {key.removeprefix("base_model.model."): key for key in tensors.keys()}  # noqa: SIM118
+        stored = {key.removeprefix(PREFIX): key for key in tensors.keys()}  # noqa: SIM118
     for name, module in model.named_modules():
         if isinstance(module, (LoraLinear, ExpertLora)):
             parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
@@ -81,7 +92,9 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
                 changes[f"{name}.weight"] = change
         elif isinstance(module, ModulesToSaveWrapper):
             for key, _ in module.original_module.named_parameters():
-                changes[f"{name}.{key}"] = Change(file, {"whole": stored[f"{name}.{key}"]})
+                keys = {part: stored[own] for part, own in whole_keys(stored, f"{name}.{key}").items()}
+                ids = tokens_of_rows(tokens, keys["rows"]) if "rows" in keys else ()
+                changes[f"{name}.{key}"] = Change(file, keys, token_ids=ids)
         elif isinstance(module, TrainableTokensWrapper):
             layer = module.token_adapter
             if layer.tied_adapter is None:
@@ -93,4 +106,12 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
             if adapter_of_head is not None:
                 rows = replace(adapter_of_head, keys={**adapter_of_head.keys, **rows.keys}, token_ids=rows.token_ids)
             changes[weight] = rows
+    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if one in changes and other in changes and _are_equal(changes[one], changes[other]):
+            changes[one] = changes[other]
     return changes
+
+
+def _are_equal(one: Change, other: Change) -> bool:
+    """Whether an adapter has two tied tables as a whole, and both are the same: they can stay tied."""
+    return all("whole" in change.keys for change in (one, other)) and torch.equal(one.read_whole(), other.read_whole())

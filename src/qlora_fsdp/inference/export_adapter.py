@@ -13,7 +13,7 @@ one scaling are taken for the whole adapter (`PEFTHelper`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,8 +43,8 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
         RunFolderError: `out` is not empty.
     """
     config = peft.LoraConfig.from_pretrained(str(adapter))
-    _check_kind(adapter, config)
     changes = find_changes(trained.model.base, adapter)
+    _check_kind(adapter, config, changes)
     experts = {name: change for name, change in changes.items() if name in _expert_names(trained)}
     stored = {assignment.name: assignment.stored for assignment in trained.meta.assignments}
     sources = {name: stored[name] for name in experts}
@@ -123,10 +123,10 @@ def _expert_names(trained: AssembledModel) -> dict[str, str]:
     return {f"{module}.{key}": module for module, key in found}
 
 
-def _check_kind(adapter: Path, config: peft.LoraConfig) -> None:
+def _check_kind(adapter: Path, config: peft.LoraConfig, changes: Mapping[str, Change]) -> None:
     kinds = {
         "is a DoRA adapter": config.use_dora,
-        "holds whole layers (modules_to_save)": config.modules_to_save,
+        "holds whole layers (modules_to_save)": any("whole" in change.keys for change in changes.values()),
         "has rows for tokens (trainable_token_indices)": config.trainable_token_indices,
     }
     found = [kind for kind, is_so in kinds.items() if is_so]

@@ -211,7 +211,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
         config |= {key: getattr(own, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
         config["architectures"] = [type(merge.meta.model).__name__]
     num_tokens, num_rows = count_tokens(merge.meta.model)
-    if num_tokens > num_rows:
+    if num_tokens != num_rows:
         config.get("text_config", config)["vocab_size"] = num_tokens
     write_rope(config.get("text_config", config), merge.meta.config.get_text_config())
     if untied:

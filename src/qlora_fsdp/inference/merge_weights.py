@@ -111,7 +111,7 @@ class WeightMerger:
             stored_dtype = self.merge.dtype
         dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else self.merge.dtype
         if change is not None and "whole" in change.keys:
-            return change.read("whole").to(dtype)
+            return change.read_whole().to(dtype)
         assert isinstance(stored, StoredTensor), assignment.name
         if self._is_dequantized(assignment):
             weight = torch.empty(weight_shape(assignment.layer), dtype=dtype)
@@ -156,7 +156,7 @@ class WeightMerger:
         """
         device, change = self.merge.device, self.changes.get(assignment.name)
         if change is not None and "whole" in change.keys:
-            whole = change.read("whole")
+            whole = change.read_whole()
             rows.copy_(whole.view(-1, whole.shape[-1])[first_row : first_row + len(rows)])
             return
         codes = self._codes(assignment.name) if self._is_dequantized(assignment) else None

@@ -45,6 +45,7 @@ class Reference:
         self.is_wanted = isinstance(self.model, PreferenceLM) and config.preference.loss.needs_reference
         self.start = _find_start(adapter, config) if self.is_wanted and adapter is not None else None
         self.tokens = trained.tokens
+        self.adapter = None if adapter is None else SavedAdapter(Path(adapter).expanduser())
         if self.start is not None:
             self.start.check(trained.model.model, trained.meta.head)
             self.start.check_values(processes)
@@ -58,6 +59,8 @@ class Reference:
         initialize_adapters(model, True, self.seed, self.tokens)
         if self.start is not None:
             self.start.load(model)
+        elif self.adapter is not None:
+            self.adapter.load_untrained(model)
         if isinstance(self.model, PreferenceLM) and self.is_wanted:
             self.model.freeze_start(keeps_copy=True)
 

@@ -97,7 +97,7 @@ def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
     return module.weight.shape[0], base.weight.shape[0]
 
 
-def grow_copy(copy: nn.Module, num_rows: int, size: int) -> None:
+def resize_copy(copy: nn.Module, num_rows: int, size: int) -> None:
     """Give a table on meta, a copy that is trained as a whole, `size` rows in the place of `num_rows`."""
     for name, param in list(copy.named_parameters(recurse=False)):
         if param.shape[0] == num_rows:
@@ -121,7 +121,7 @@ def initialize_rows(wrapper: TrainableTokensWrapper, fresh: frozenset[int]) -> N
 
 @torch.no_grad()
 def fill_copy(param: Tensor, original: Tensor, fresh: frozenset[int]) -> None:
-    """Fill a table that is trained as a whole from its original, which may be shorter; fresh rows get the mean row."""
+    """Fill a table that is trained as a whole from its original, whatever the sizes; fresh rows get the mean row."""
     num_rows, (first, last) = original.shape[0], local_rows(param)
     if param.shape == original.shape:
         local_tensor(param).copy_(local_tensor(original))

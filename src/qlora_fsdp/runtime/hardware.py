@@ -86,14 +86,14 @@ def hold_to(target: float, libraries: int, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, target - libraries) / total), device)
 
 
-def is_shortage(error: RuntimeError) -> bool:
+def is_shortage(error: BaseException) -> bool:
     """Whether memory ran out: torch's allocator raises a class of its own, CUDA's calls and NCCL say so in the text."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or is_host_shortage(error)
 
 
 def is_host_shortage(error: BaseException) -> bool:
-    """Whether it is the host's memory that ran out, by what torch's allocator for the CPU says."""
-    return "DefaultCPUAllocator" in str(error)
+    """Whether it is the host's memory that ran out: Python has an error for it, torch's allocator says so."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def quote_shortage(error: BaseException, device: str = "The GPU") -> str:

@@ -167,7 +167,7 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cp
     with ending_together(Watch(processes) if processes.num_ranks > 1 else None):
         try:
             body(processes)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_shortage(error):
                 raise
             raise MemoryShortage(

@@ -149,7 +149,7 @@ def _explained_early_shortage(config: Config) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
         raise explain_early_shortage(error, config.model.cache_quantized) from error
@@ -168,7 +168,7 @@ def _explained_shortage(
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
         snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None

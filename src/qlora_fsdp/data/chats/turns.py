@@ -35,7 +35,7 @@ def find_turns(conversation: Conversation, text: str, trace: Trace | None, train
         spans |= _find_alike(conversation, trace, [number for number in turns if number not in spans])
     written = _without_dropped(conversation, text, trace) if len(spans) < len(turns) else conversation
     for number in turns:
-        span = spans.get(number) or find_turn(written, text, number) or _find_call(conversation, trace, number)
+        span = spans.get(number) or find_turn(written, text, number) or _find_call(written, trace, number)
         if span is None:
             raise BadRow(
                 NO_TARGET,

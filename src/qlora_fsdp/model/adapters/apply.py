@@ -32,7 +32,7 @@ from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.targets import Targets, find_targets, linear_endings
 from qlora_fsdp.model.experts import has_experts
-from qlora_fsdp.model.new_tokens import grow_copy, token_rows, use_token_rows
+from qlora_fsdp.model.new_tokens import resize_copy, token_rows, use_token_rows
 
 # What PEFT adds to names.
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")
@@ -97,8 +97,11 @@ def apply_adapters(
             )
         if isinstance(module, ModulesToSaveWrapper):
             _check_can_be_trained(name, module)
-            if module.original_module in tables and tokens.vocab_size > module.original_module.weight.shape[0]:
-                grow_copy(module.modules_to_save[ADAPTER], module.original_module.weight.shape[0], tokens.vocab_size)
+            if module.original_module in tables:
+                num_rows = module.original_module.weight.shape[0]
+                size = tokens.whole.get(name, max(num_rows, tokens.vocab_size))
+                if size != num_rows:
+                    resize_copy(module.modules_to_save[ADAPTER], num_rows, size)
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
         if isinstance(module, TrainableTokensWrapper):
             use_token_rows(module)

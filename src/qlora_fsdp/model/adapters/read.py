@@ -6,6 +6,7 @@ one or `lora.start` of a run that trains on from one, and every message says by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +22,28 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some, plural
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, trained_modules
+from qlora_fsdp.config.adapter_tables import (
+    PREFIX,
+    TABLE_OF_ROWS,
+    TOKEN_ROWS,
+    WEIGHT,
+    Shapes,
+    as_used,
+    untrained_tables,
+    whole_keys,
+    whole_weights,
+)
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
-TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 BASE_COPY = ".base_layer.weight"  # how the name of a weight of the base ends beside an adapter of its layer
-# How the names of tables of the base end, which PEFT saves beside an adapter of a base that was resized.
-RESIZED = (".original_module.weight", ".token_adapter.base_layer.weight")
+EXPERT = re.compile(r"\.experts\.\d+\.")
 BASE_FIX = "Set model.path to the model that it was trained on"
 
 
@@ -54,30 +65,39 @@ class SavedAdapter:
         return f"{self.setting}={self.folder}"
 
     def read_tokens(self) -> AddedTokens:
-        """The tokens that the adapter has rows for.
+        """The tokens that the adapter has rows for, and how many rows it has of tables that it has as a whole.
 
         Raises:
             AdapterError: what names the tokens is no list of ids, the adapter's file has another number of rows, or its
                 tables have rows for other tokens each.
         """
         saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
-        if not saved:
-            return AddedTokens()
         shapes = read_shapes(self.folder, str(self))
+        whole = whole_weights(shapes)
+        tables = [key for key, shape in shapes.items() if key.endswith(TABLE_OF_ROWS) and shape]
+        if not saved and not tables:
+            return AddedTokens(whole=whole)
         rows = {key: shape[0] for key, shape in shapes.items() if key.endswith(TOKEN_ROWS) and shape}
         ids = [tokens_of_rows(saved, key) for key in rows]
-        if not rows or not all(map(_are_tokens, ids)) or [len(tokens) for tokens in ids] != list(rows.values()):
+        is_apt = rows and all(map(_are_tokens, ids)) and [len(tokens) for tokens in ids] == list(rows.values())
+        for key in tables if is_apt else ():  # the rows go into it
+            key_of_rows = key.replace(TABLE_OF_ROWS, TOKEN_ROWS)
+            is_apt = is_apt and key_of_rows in rows
+            is_apt = is_apt and max(tokens_of_rows(saved, key_of_rows), default=0) < shapes[key][0]
+        if not is_apt:
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
                 "for. Copy it again."
             )
+        if tables:
+            return AddedTokens(whole=whole)
         if any(set(tokens) != set(ids[0]) for tokens in ids):
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are other tokens of the head than of the "
                 f"embeddings, which is not here. Set {self.setting} to an adapter that trains the same tokens of both."
             )
         has_two = isinstance(saved, dict) and len(saved) > 1
-        return AddedTokens(frozenset(ids[0]), vocab_size=max(ids[0]) + 1, with_head=has_two)
+        return AddedTokens(frozenset(ids[0]), vocab_size=max(ids[0]) + 1, with_head=has_two, whole=whole)
 
     def check(self, model: peft.PeftModel, may_lack: Collection[str] = (), fix: str = BASE_FIX) -> None:
         """Compare the adapter with the model, which may be on meta, before anything large is read.
@@ -89,11 +109,12 @@ class SavedAdapter:
 
         Raises:
             AdapterError: its file is damaged, tensors are missing, left over or of another shape, it has rows for
-                tokens of the head alone, or it holds a base's resized embeddings.
+                tokens of the head alone, it adapts the head of a base that was resized, or every expert by itself, or
+                it holds one of two tied tables.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
-        found = read_shapes(self.folder, str(self))
-        new = tuple(f"base_model.model.{name}." for name in may_lack)
+        found = as_used(read_shapes(self.folder, str(self)))
+        new = tuple(f"{PREFIX}{name}." for name in may_lack)
         missing = sorted(key for key in shapes.keys() - found.keys() if not key.startswith(new))
         problems = [f"{key} is missing" for key in missing]
         # A language model's adapter may have rows of its head for new tokens, of which a classifier has no use.
@@ -102,7 +123,7 @@ class SavedAdapter:
         left_over = [
             key for key in sorted(found.keys() - shapes.keys()) if head is not None or not key.endswith(TOKEN_ROWS)
         ]
-        rows_of_head = {f"base_model.model.{name}.{TOKEN_ROWS}" for name, own in base.named_modules() if own is head}
+        rows_of_head = {f"{PREFIX}{name}.{TOKEN_ROWS}" for name, own in base.named_modules() if own is head}
         if not rows_of_head.isdisjoint(left_over) and any(key.endswith(TOKEN_ROWS) for key in missing):
             raise AdapterError(
                 f"{self}: trainable_token_indices in adapter_config.json are tokens of the head alone, and not of the "
@@ -116,14 +137,49 @@ class SavedAdapter:
             for key in sorted(found.keys() & shapes.keys())
             if found[key] != shapes[key]
         ]
-        if any(key.endswith(RESIZED) for key in left_over):
-            raise AdapterError(
-                f"{self} holds the embeddings of a base that was resized for new tokens, which is not here. Merge the "
-                f"two by PEFT's merge_and_unload, and set model.path to the result, without {self.setting}."
-            )
+        self._refuse_other_forms(base, shapes, found, left_over)
         if problems:
             number = len(problems)
             raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
+
+    def _refuse_other_forms(
+        self, base: PreTrainedModel, shapes: Shapes, found: Shapes, left_over: Collection[str]
+    ) -> None:
+        """Say of adapters in forms that are not known here what helps, where "does not fit" would not.
+
+        Args:
+            base: the base with the layers of the adapter.
+            shapes: of the trained parameters in the model, by their keys in an adapter's file.
+            found: of the tensors in this adapter's file, as they are used.
+            left_over: those of them that the model has no place for.
+
+        Raises:
+            AdapterError: see `check`.
+        """
+        for key in found:
+            adapter_of_it = key.replace(BASE_COPY, ".lora_B.weight")
+            if key != adapter_of_it in shapes and found.get(adapter_of_it, ())[:1] != shapes[adapter_of_it][:1]:
+                raise AdapterError(
+                    f"{self} adapts {key.removesuffix(BASE_COPY).removeprefix(PREFIX)} of a base that was resized for "
+                    "new tokens, which is not here. Merge the two by PEFT's merge_and_unload, and set model.path to "
+                    f"the result, without {self.setting}."
+                )
+        trained = trained_modules(read_adapter_config(self.folder, self.setting))
+        tables = set(untrained_tables(found, trained))
+        for pair in (base.all_tied_weights_keys or {}).items():
+            tied = {key.removesuffix(WEIGHT) for key in pair}
+            if tables & tied and not tied <= whole_weights(found).keys():
+                raise AdapterError(
+                    f"{self} holds {', '.join(tables & tied)} of a base that was resized, and not the other of its two "
+                    "tied tables, which PEFT saves too. Save it by PEFT's save_pretrained(..., "
+                    "save_embedding_layers=True)."
+                )
+        if has_experts(base) and any(EXPERT.search(key) for key in left_over):
+            raise AdapterError(
+                f"{self} has adapters for each expert, as `merge write=adapter` writes them for vLLM, and the experts "
+                f"of a layer have one here. Set {self.setting} to the adapter that it was written from. If it comes "
+                "from elsewhere, load it by PeftModel.from_pretrained and save it again: that joins them."
+            )
 
     def check_values(self, processes: Processes) -> None:
         """Look for NaN and infinite values in an adapter that passed `check`. Each rank reads its share.
@@ -154,15 +210,33 @@ class SavedAdapter:
             stored = set(file.keys())
             saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
             for key, param in adapter_parameters(model).items():
-                if key not in stored:
+                keys = whole_keys(stored, key)
+                if keys["whole"] not in stored:
                     continue
                 first, last = local_rows(param)
-                if key.endswith(TOKEN_ROWS):  # ours are by ascending token id, the file's as its maker named them
+                if "rows" in keys:
+                    table = file.get_tensor(keys["whole"])
+                    table[tokens_of_rows(saved, keys["rows"])] = file.get_tensor(keys["rows"]).to(table.dtype)
+                    values = table[first:last]
+                elif key.endswith(TOKEN_ROWS):  # ours are by ascending token id, the file's as its maker named them
                     order = np.argsort(tokens_of_rows(saved, key))
                     values = file.get_tensor(key)[order[first:last]]
                 else:
                     values = file.get_slice(key)[first:last]
                 local_tensor(param).copy_(values)
+
+    @torch.no_grad()
+    def load_untrained(self, model: peft.PeftModel) -> None:
+        """Copy the tables of the resized base that the adapter was trained on, without the rows that it trained."""
+        names = untrained_tables(
+            read_shapes(self.folder, str(self)), trained_modules(read_adapter_config(self.folder, self.setting))
+        )
+        with safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as file:
+            stored = set(file.keys())
+            for key, param in adapter_parameters(model).items():
+                if key.removeprefix(PREFIX).removesuffix(WEIGHT) in names:
+                    first, last = local_rows(param)
+                    local_tensor(param).copy_(file.get_slice(whole_keys(stored, key)["whole"])[first:last])
 
 
 def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
@@ -174,8 +248,8 @@ def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
     """
     if not isinstance(trainable_token_indices, dict):
         return cast(list[int], trainable_token_indices)
-    table = key.removesuffix(f".{TOKEN_ROWS}")
-    return next((tokens for name, tokens in trainable_token_indices.items() if table.endswith(name)), [])
+    table, of_both = key.removesuffix(f".{TOKEN_ROWS}"), [*trainable_token_indices.values()][1:] == []
+    return next((ids for name, ids in trainable_token_indices.items() if table.endswith(name) or of_both), [])
 
 
 def _are_tokens(ids: Any) -> bool:

@@ -59,7 +59,7 @@ EXPERTS = """\
 """
 
 ROPE = ", rope_parameters={rope}, max_position_embeddings={positions}"
-RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
+RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the adapter has rows for"
 
 
 def is_classifier(model: peft.PeftModel) -> bool:
@@ -80,7 +80,7 @@ def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) 
     """
     auto_class, base_model = CLASSIFIERS.get(str(model.peft_config[ADAPTER].task_type)), _base(model)
     num_tokens, num_rows = count_tokens(base_model)
-    resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
+    resize = RESIZE.format(num_tokens=num_tokens) if num_tokens != num_rows else ""
     usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(
         base=json.dumps(base), resize=resize, auto_class=auto_class, rope=_rope(base_model) if scales_rope else ""
     )

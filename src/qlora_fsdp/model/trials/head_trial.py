@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.layers.head_loss import LogitTransform
+from qlora_fsdp.runtime.hardware import is_shortage
 
 Differs = Callable[[Tensor, Tensor], bool]
 
@@ -85,6 +86,8 @@ class HeadTrial:
         try:
             setattr(changed, name, 2 * value)
             logits = self.build(changed)(input_ids=self.row[None], use_cache=False).logits[0]
-        except Exception:  # the number is a size, equal to the factor by chance, that does not go with the others
+        except Exception as error:  # the number is a size, equal to the factor by chance, that fits no others
+            if is_shortage(error):
+                raise
             return False
         return not self.differ(logits, self.logits * 2.0**power)

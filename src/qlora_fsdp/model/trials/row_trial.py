@@ -29,6 +29,7 @@ from qlora_fsdp.model.reached import ReachedLinears
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, register_stand_ins
 from qlora_fsdp.model.trials.head_trial import HeadTrial
 from qlora_fsdp.model.trials.miniature import MAX_PARAMETERS, VOCAB, miniature
+from qlora_fsdp.runtime.hardware import is_shortage
 
 CPU = torch.device("cpu")
 # Largest differences between the same row packed and alone, as parts of the largest logit and of the largest gradient.
@@ -87,6 +88,7 @@ class RowTrial:
                 self.alone = _compute_alone(self.model, self.rows, linears)
                 self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
+                _raise_shortage(error)
                 self.error = f"a small model of its kind, to try it with, fails ({name_error(error)})"
 
     def why_not_packed(self, attention: str) -> str | None:
@@ -106,6 +108,7 @@ class RowTrial:
             packed = _compute_packed(model, self.rows, length)
             changed = _compute_packed(model, _change(self.rows), length)
         except Exception as error:
+            _raise_shortage(error)
             return f"{rows} rows can't be computed ({name_error(error)})"
         others = [row for row in range(len(self.rows)) if row not in CHANGED]
         is_gpu = self.device.type != "cpu"
@@ -146,7 +149,8 @@ class RowTrial:
             try:
                 build = partial(self._build, "eager")
                 return HeadTrial(self.model, self.config, row, logits, build, _are_apart).transform()
-            except Exception:  # no such parts, or parts that want to be called in another way
+            except Exception as error:  # no such parts, or parts that want to be called in another way
+                _raise_shortage(error)
                 return None
 
     def _build(self, attention: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -181,6 +185,12 @@ class RowTrial:
             trust_remote_code=self.trust_remote_code,
         )
         return model
+
+
+def _raise_shortage(error: Exception) -> None:
+    """Raise the error again if memory ran out: that says nothing of the model, and the next start may have more."""
+    if is_shortage(error):
+        raise error
 
 
 def _draw_rows() -> list[Tensor]:
