@@ -200,6 +200,17 @@ class TestTritonKernels:
             results.append([grad_h, *inputs])
         torch.testing.assert_close(*results, rtol=1e-4, atol=2e-3)
 
+    def test_convert(self, triton_modules):
+        """More tensors than one launch takes, some longer than a block; a target may lie inside another tensor."""
+        kernel = import_module("qlora_fsdp.layers.kernels.triton_convert")
+        torch.manual_seed(0)
+        sources = [torch.randn(rows, 70) for rows in (16, 1, 33, 16, 2, 8, 64)]
+        whole = torch.zeros(sum(map(len, sources)) + 1, 70, dtype=torch.float16)
+        factors = [1.0, 2.0, 0.3, 1.0, 7.0, 0.125, 2**0.5]
+        kernel.convert(sources, whole[:-1].split([len(source) for source in sources]), factors)
+        expected = [(source * factor).half() for source, factor in zip(sources, factors, strict=True)]
+        assert torch.equal(whole, torch.cat([*expected, torch.zeros(1, 70).half()]))
+
     @pytest.mark.parametrize("softcap", [None, 2.0])
     @pytest.mark.parametrize("wants_grad", [True, False])
     def test_cross_entropy(self, triton_modules, monkeypatch: pytest.MonkeyPatch, softcap, wants_grad: bool):

@@ -151,7 +151,7 @@ class _LowRank(torch.autograd.Function):
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI if kept is None else kept)
         ctx.recompute, ctx.ranks = recompute, [a.shape[0] for a in lora_a]
-        return x_NI @ join(lora_a, x.dtype).t()
+        return x_NI @ in_dtype(x.dtype, lora_a, num_joined=len(lora_a))[0].t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,8 +174,8 @@ class _AddLowRank(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         layers, x_NI = [part.layer for part in parts], x.reshape(-1, x.shape[-1])
         if has_values:
-            ranks = _split_ranks(h_NR, parts)
-            addends = [Addend(h, _b(p, x.dtype).t()) for h, p in zip(ranks, parts, strict=True)]
+            lora_b = in_dtype(x.dtype, *_b(parts))
+            addends = [Addend(h, b_OR.t()) for h, b_OR in zip(_split_ranks(h_NR, parts), lora_b, strict=True)]
             outputs = layers[0].matmul.outputs(x_NI, layers, addends)
         else:
             outputs = [x_NI.new_empty(len(x_NI), layer.out_features) for layer in layers]
@@ -188,7 +188,9 @@ class _AddLowRank(torch.autograd.Function):
         parts: Sequence[LoraPart] = ctx.parts
         layers = [part.layer for part in parts]
         grads_NO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        grads_h = [g @ _b(p, g.dtype) for g, p in zip(grads_NO, parts, strict=True)]
+        lora_a, (lora_b, scalings) = [part.lora_a.weight for part in parts], _b(parts)
+        a_RI, *lora_b = in_dtype(grads[0].dtype, [*lora_a, *lora_b], scalings, num_joined=len(parts))
+        grads_h = [grad @ b_OR for grad, b_OR in zip(grads_NO, lora_b, strict=True)]
         grad_h_NR = grads_h[0] if len(parts) == 1 else torch.cat(grads_h, 1)
         grads_b = [
             mm_fp32(grad.t(), h).mul_(part.scaling)
@@ -198,20 +200,39 @@ class _AddLowRank(torch.autograd.Function):
         grads_bias = [g.sum(0) if needed else None for g, needed in zip(grads_NO, needs_bias, strict=True)]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            a_RI = join([part.lora_a.weight for part in parts], grad_h_NR.dtype)
             addend = Addend(grad_h_NR, a_RI) if ctx.h_is_of_x else None
             grad_x = layers[0].matmul.input_grad(grads_NO, layers, addend).view(ctx.shape)
         return (grad_x, grad_h_NR, None, None, None, *grads_b, *grads_bias)
 
 
-def _b(part: LoraPart, dtype: torch.dtype) -> Tensor:
-    """The scaled B [O, R] of an adapter."""
-    return (part.lora_b.weight * part.scaling).to(dtype)
+def _b(parts: Sequence[LoraPart]) -> tuple[list[Tensor], list[float]]:
+    """B [O, R] of adapters, and their scalings."""
+    return [part.lora_b.weight for part in parts], [part.scaling for part in parts]
 
 
-def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Adapter matrices one below another, in the compute dtype."""
-    return torch.cat([weight.to(dtype) for weight in weights]) if len(weights) > 1 else weights[0].to(dtype)
+def in_dtype(
+    dtype: torch.dtype, weights: Sequence[Tensor], scalings: Sequence[float] = (), num_joined: int = 0
+) -> list[Tensor]:
+    """Adapter matrices in the compute dtype. On a GPU one kernel makes all of them.
+
+    Args:
+        dtype: the compute dtype.
+        weights: float32.
+        scalings: what the last ones are multiplied by, in float32; the others are not.
+        num_joined: the first ones become one matrix, in which they lie one below another.
+    """
+    joined, factors = weights[:num_joined], [*[1.0] * (len(weights) - len(scalings)), *scalings]
+    made = [weight.new_empty(sum(map(len, joined)), weight.shape[1], dtype=dtype) for weight in joined[:1]]
+    made += [torch.empty_like(weight, dtype=dtype) for weight in weights[num_joined:]]
+    parts = [*made[0].split([len(weight) for weight in joined]), *made[1:]] if joined else made
+    if runs_kernels(weights[0]):
+        from qlora_fsdp.layers.kernels import triton_convert
+
+        triton_convert.convert(weights, parts, factors)
+    else:
+        for part, weight, factor in zip(parts, weights, factors, strict=True):
+            part.copy_(weight.detach() * factor)
+    return made
 
 
 def _split_ranks(h_NR: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.layers.gated_activation import Activation, gate_backward, gate_forward
-from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, join, mm_fp32
+from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, in_dtype, mm_fp32
 from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
 from qlora_fsdp.layers.quantized.matmul import Addend
 
@@ -71,9 +71,10 @@ class _Gate(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x_NI, layers = x.reshape(-1, x.shape[-1]), [part.layer for part in parts]
-        h_NR = x_NI @ join(weights[: len(parts)], x.dtype).t()
+        a_RI, small = _factors(parts, weights, x.dtype)
+        h_NR = x_NI @ a_RI.t()
         gate_up = layers[0].matmul.joint_output(x_NI, layers)
-        act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *_small(parts, weights, x.dtype), activation)
+        act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *small, activation)
         ctx.save_for_backward(x_NI if kept is None else kept, gate_up, h_NR, *weights)
         ctx.recompute, ctx.parts, ctx.activation, ctx.shape = recompute, parts, activation, x.shape
         return act.view(*x.shape[:-1], act.shape[1]), h_down
@@ -83,7 +84,7 @@ class _Gate(torch.autograd.Function):
         kept, gate_up, h_NR, *weights = ctx.saved_tensors
         parts: Sequence[LoraPart] = ctx.parts
         grad_act, grad_h_down = grads[0].reshape(-1, gate_up.shape[1] // 2), grads[1].contiguous()
-        small = _small(parts, weights, gate_up.dtype)
+        a_RI, small = _factors(parts, weights, gate_up.dtype)
         grad_h = gate_backward(gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation)
         if len(parts) == 1:
             grad_h = torch.add(*grad_h.chunk(2, 1))
@@ -97,7 +98,7 @@ class _Gate(torch.autograd.Function):
         del grad_act, grads
         grad_x = None
         if ctx.needs_input_grad[0]:
-            addend = Addend(grad_h, join(weights[: len(parts)], grad_h.dtype))
+            addend = Addend(grad_h, a_RI)
             grad_x = parts[0].layer.matmul.input_grad(grads_NO, [p.layer for p in parts], addend).view(ctx.shape)
         x_NI = recompute_input(kept, ctx.recompute)
         grads_a = mm_fp32(grad_h.t(), x_NI).split(ranks)
@@ -109,9 +110,13 @@ def _for_both(h_NR: Tensor, parts: Sequence[LoraPart]) -> Tensor:
     return h_NR if len(parts) == 2 else h_NR.repeat(1, 2)
 
 
-def _small(parts: Sequence[LoraPart], weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """B of gate and of up, scaled, and A of down, all contiguous in the compute dtype."""
-    *lora_b, a_down = weights[len(parts) :]
-    scaled = [(b * part.scaling).to(dtype) for b, part in zip(lora_b, parts, strict=True)]
-    b_gate, b_up = scaled if len(parts) == 2 else scaled[0].chunk(2)
-    return b_gate, b_up, a_down.to(dtype)
+def _factors(
+    parts: Sequence[LoraPart], weights: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A of gate and up, one below the other; and B of gate and of up, scaled, and A of down; in the compute dtype."""
+    *others, a_down = weights
+    lora_a, lora_b = others[: len(parts)], others[len(parts) :]
+    scalings = [part.scaling for part in parts]
+    a_RI, a_down, *lora_b = in_dtype(dtype, [*lora_a, a_down, *lora_b], scalings, num_joined=len(parts))
+    b_gate, b_up = lora_b if len(parts) == 2 else lora_b[0].chunk(2)
+    return a_RI, (b_gate, b_up, a_down)
