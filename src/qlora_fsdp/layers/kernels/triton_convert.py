@@ -1,7 +1,7 @@
 """A Triton kernel that converts several small tensors to another dtype. Imported on GPUs only.
 
-A layer has fourteen adapter matrices. A GPU converts one in less time than it takes to start a kernel, and forward and
-backward convert each. torch's own multi-tensor kernels (`torch._foreach_copy_`) are for large tensors: one of their
+A layer has fourteen adapter matrices, and forward and backward convert each. Each is so small that starting a kernel
+takes most of its time. torch's own multi-tensor kernels (`torch._foreach_copy_`) are for large tensors: one of their
 programs has 65,536 elements, which is all of a matrix of rank 16.
 """
 
