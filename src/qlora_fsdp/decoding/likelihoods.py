@@ -18,8 +18,10 @@ from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
+from qlora_fsdp.sharding.by_rows import ByRows
 
 CALL_TOKENS = 16_384  # tokens of one call, padding included
+SHARED_CALL_TOKENS = 4096  # the same where ranks send one another the results of all layers
 ROW_TOKENS = 4096  # of a question and its answers, at most, unless it is one text
 HEAD_TOKENS = 1024  # tokens whose logits exist at the same time
 
@@ -76,17 +78,21 @@ class Likelihood(NamedTuple):
 
 
 class Scorer:
-    """Computes log-likelihoods on one device.
+    """Computes log-likelihoods on one device, or on several ranks together.
 
     Args:
-        model: with weights, not sharded, in evaluation mode, of a kind that `why_not_in_slots` has nothing against.
+        model: with weights, in evaluation mode, of a kind that `why_not_in_slots` has nothing against.
         device: where it is.
         max_rows: rows of one call, at most.
+        by_rows: what computes a sharded model; None: it is whole here. Its ranks ask for the same likelihoods.
     """
 
-    def __init__(self, model: CausalLM, device: torch.device, max_rows: int | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, device: torch.device, max_rows: int | None = None, by_rows: ByRows | None = None
+    ) -> None:
         self.model, self.device, self.max_rows = model, device, max_rows
-        self.layers = DecodeLayers(model)
+        self.layers = by_rows or DecodeLayers(model)
+        self.call_tokens = CALL_TOKENS if by_rows is None else SHARED_CALL_TOKENS
 
     @torch.no_grad()
     def score(self, texts: Sequence[Text], on_done: Callable[[int], Any] = lambda number: None) -> list[Likelihood]:
@@ -123,7 +129,7 @@ class Scorer:
         """Calls of rows of about the same length, the longest first."""
         call: list[Row] = []
         for row in sorted(rows, key=lambda row: row.num_tokens, reverse=True):
-            is_full = (len(call) + 1) * call[0].num_tokens > CALL_TOKENS if call else False
+            is_full = (len(call) + 1) * call[0].num_tokens > self.call_tokens if call else False
             if is_full or len(call) == self.max_rows:
                 yield call
                 call = []

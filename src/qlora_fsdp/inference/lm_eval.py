@@ -1,9 +1,8 @@
 """Run EleutherAI's lm-eval on the quantized base with its adapter, whole or sharded.
 
 lm-eval's own class for transformers models does the work: tokens, windows, stop sequences. This module gives it a model
-that runs under FSDP, and lets each process answer its share of the requests. Texts are generated in slots (decoding/),
-by all ranks of a sharded model together. Where a process has the whole model, likelihoods are computed in a few large
-calls.
+that runs under FSDP, and lets each process answer its share of the requests. Likelihoods are computed in a few large
+calls, and texts are generated in slots (decoding/); ranks that share the model answer the same requests together.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
-from qlora_fsdp.sharding.by_rows import share_of_texts, why_not_by_rows
+from qlora_fsdp.sharding.by_rows import ByRows, share_of_texts, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
@@ -123,8 +122,9 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
     def __init__(self, model: ModelInStep, config: Config, batch_size: int | None, max_length: int | None) -> None:
         eval_logger.disabled = True  # it warns of models given as objects, and of accelerate
-        no_slots = why_not_in_slots(model.base.config, config.model.trust_remote_code)
-        reason = "the model is in shards" if model.is_sharded else no_slots
+        trained = cast(CausalLM, model.trained.model)
+        reason = why_not_by_rows(trained, model.device) if model.is_sharded else None
+        reason = reason or why_not_in_slots(model.base.config, config.model.trust_remote_code)
         if reason is not None:
             log.info(f"Tasks: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
         super().__init__(
@@ -137,25 +137,23 @@ class SharedLM(HFLM):  # type: ignore[misc]
         )
         eval_logger.disabled = False
         self.processes, self.run_config = model.processes, config
-        trained = cast(CausalLM, model.trained.model)
-        self.scorer = None if reason else Scorer(trained, model.device, batch_size)
+        self.scorer: Scorer | None = None
         self.completer: Completer | None = None
-        if model.is_sharded:
-            no_slots = no_slots or why_not_by_rows(trained, model.device)
-        self.uses_slots = no_slots is None
-        self.text_share = self.share = (self.processes.rank, self.processes.num_ranks)
-        if model.is_sharded and self.uses_slots:  # ranks that share the model write the same texts
-            self.text_share = share_of_texts(trained)
+        self.share = (self.processes.rank, self.processes.num_ranks)
+        if reason is None:
+            by_rows = ByRows(trained) if model.is_sharded else None
+            self.scorer = Scorer(trained, model.device, batch_size, by_rows)
+            self.share = share_of_texts(trained) if model.is_sharded else self.share
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return self._share(super().loglikelihood, requests, self.share)
+        return self._share(super().loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        return self._share(super().loglikelihood_rolling, requests, self.share)
+        return self._share(super().loglikelihood_rolling, requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         try:
-            return self._share(super().generate_until, requests, self.text_share)
+            return self._share(super().generate_until, requests)
         finally:
             self._release()
 
@@ -188,7 +186,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         generation.update(**({} if samples else {"temperature": None, "top_p": None, "top_k": None}))
         mask = options.pop("attention_mask", torch.ones_like(context))
         unknown = generation.update(**{key: value for key, value in options.items() if samples or value})
-        if not self.uses_slots or unknown or why_not(generation) is not None:
+        if self.scorer is None or unknown or why_not(generation) is not None:
             found: Tensor = super()._model_generate(context, max_length, stop, attention_mask=mask, **options)
             return found
         if self.completer is None or self.completer.sampling != Sampling.of(generation):
@@ -216,14 +214,14 @@ class SharedLM(HFLM):  # type: ignore[misc]
             self.completer.release()
         self.completer = None
 
-    def _share(self, answer: Callable[..., list[Any]], requests: list[Any], share: tuple[int, int]) -> list[Any]:
+    def _share(self, answer: Callable[..., list[Any]], requests: list[Any]) -> list[Any]:
         """The answers of all ranks. This one answers every n-th request from the i-th on, for a share (i, n)."""
-        first, step = share
+        first, step = self.share
         mine = requests[first::step]
         answers = answer(mine, disable_tqdm=not self.processes.is_main) if mine else []
         self._model.keep_step()
         answered: list[Any] = [None] * len(requests)
-        for (first, step), part in self.processes.gather((share, answers), patiently=True):
+        for (first, step), part in self.processes.gather((self.share, answers), patiently=True):
             answered[first::step] = part
         return answered
 
