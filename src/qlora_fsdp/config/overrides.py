@@ -109,7 +109,12 @@ def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
 
 
 def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:
-    """Whether `model=value` or `data=value` means a path or a hub name and no option: `data=chats.jsonl`."""
+    """Whether `model=value` or `data=value` means a path or a hub name and no option: `data=chats.jsonl`.
+
+    A file of settings may have a list of paths there, which on the command line is text: `data=[a.jsonl,b.jsonl]`.
+    """
+    if group == "data" and isinstance(value, list):
+        return True
     if group not in ("model", "data") or not isinstance(value, str) or value in group_options(group, folders):
         return False
     if group == "data" and Path(value).suffix:
