@@ -249,9 +249,11 @@ def _is_list_for_mapping(key: str, value: Any) -> bool:
 
 
 def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
-    if option in options or (option is None and group == "experiment"):
+    if option in options:
         return None
     fix = did_you_mean(group, option, options)
+    if option is None and default_options().get(group, "") is None:
+        fix = f"Leave {group} out for none."
     if group in ("model", "data") and isinstance(option, str):
         fix += f" For a path or a hub name set {group}.path={option}."
     listed = f"it has {', '.join(options)}"
