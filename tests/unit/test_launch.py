@@ -210,6 +210,12 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
         (
+            ["-m", "lora.r=1,2", "run.folder=/dev/null/x"],
+            {},
+            "run.folder=/dev/null/x can't be written: Not a directory.",
+        ),
+        (["-m", "lora.r=1,", "2"], {}, "- 2 is not of the form key=value."),
+        (
             ["-m", "training.seed=range(3,3)"],
             {},
             "training.seed=range(3,3) has no value. Write a stop beyond the start",

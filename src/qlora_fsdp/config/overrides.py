@@ -30,7 +30,7 @@ from qlora_fsdp.config.settings import (
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # characters of keys that Hydra reads only after a backslash
-VALUE = re.compile(r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|\{[^}]*\}|[^,])+""")  # of a sweep
+VALUE = re.compile(r"""((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|\{[^}]*\}|[^,])*),""")  # of a sweep
 WORD = re.compile(r"((?:^|[\[,:{])\s*)([\w.+-]+)(?=\s*(?:[,\]}]|$))")  # an item that may look like a number
 
 
@@ -143,7 +143,7 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
         with suppress(HydraException):
             return parser.parse_overrides([form])[0]
     values = [_readable(key, value, setting) for value in (_split(value) if sweep else [value])]
-    if None not in values and not (sweep and value.endswith(",")):
+    if None not in values:
         return parser.parse_overrides([f"{key}={','.join(map(str, values))}"])[0]
     if value.endswith(","):
         fix = f"Leave the comma out, or write the values of a sweep without spaces: {key}={value}..."
@@ -157,7 +157,7 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
 
 def _split(text: str) -> list[str]:
     """The values of a sweep: what stands between commas that are within no quotes and no brackets."""
-    return VALUE.findall(text)
+    return VALUE.findall(f"{text},")
 
 
 def _readable(key: str, value: str, setting: Setting | None) -> str | None:
@@ -174,7 +174,7 @@ def _readable(key: str, value: str, setting: Setting | None) -> str | None:
         forms += filter(None, [_escape_keys(value)])
     elif setting is not None and (setting.type is str or setting.text_or_list):
         forms.append(quote(value))
-    for form in forms:
+    for form in forms if value else ():
         with suppress(HydraException):
             if not parser.parse_overrides([f"{key}={form}"])[0].is_sweep_override():
                 return form
