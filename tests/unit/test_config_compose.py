@@ -216,6 +216,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("quant=nf4,int8", "quant=nf4,int8 gives several values to one run. For a sweep add -m."),
         ("data=null", "data=null is no option of data: it has default, random. Set data to one of these."),
         ("experiment=null", "experiment=null is no option of experiment"),
+        ("hydra/sweeper=null", "hydra/sweeper=null names no option. Leave hydra/sweeper out."),
         ("experiment=null", "Leave experiment out for none."),
         ("run=3", "run=3 is not a setting. run has: name, folder, overwrite."),
     ],

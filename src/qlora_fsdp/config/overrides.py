@@ -55,7 +55,9 @@ def prepare_overrides(
             problems.append(override)
             continue
         key, options = override.key_or_group, group_options(override.key_or_group, folders)
-        if key.startswith(("hydra.", "hydra/")):
+        if key.startswith("hydra/") and override.value() is None:  # Hydra would end with a traceback
+            problems.append(Problem(text, "names no option.", f"Leave {key} out."))
+        elif key.startswith(("hydra.", "hydra/")):
             usable.append(text)
         elif override.is_delete():
             problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
