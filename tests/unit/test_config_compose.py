@@ -189,7 +189,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("quant={load_in_4bit: true}", "is no option of quant"),
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
         ("lora.rank_pattern={a", "can't be read. Write it as lora.rank_pattern='{q_proj: 8}'."),
-        ("data.mix={über.jsonl: 1}", "Names with other letters than ASCII's are for a file of --config."),
+        ("data.mix={über.jsonl: 1}", "Names with quotes, or letters other than ASCII's, go into a file of --config."),
         ("tracking.report_to=wandb", "must be a list such as [a,b]. Set tracking.report_to=[wandb]."),
         (
             "lora.r=8,",

@@ -151,8 +151,8 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
         fix = f"Leave the comma out, or write the values of a sweep without spaces: {key}={value}..."
         return Problem(text, "can't be read: it ends with a comma.", fix)
     if key in EXAMPLES:
-        fix = f"Write it as {key}={EXAMPLES[key]}. Names with other letters than ASCII's are for a file of --config."
-        return Problem(text, "can't be read.", fix)
+        others = "Names with quotes, or letters other than ASCII's, go into a file of --config."
+        return Problem(text, "can't be read.", f"Write it as {key}={EXAMPLES[key]}. {others}")
     quoted = '["...","..."]' if setting is not None and _takes_list(setting) else '"..."'
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='{quoted}'.")
 
