@@ -100,10 +100,11 @@ def test_of_a_setting_that_is_typed_twice_the_later_values_are_swept(capsys: pyt
     [
         ("data='a,b.jsonl',c.jsonl", ["a,b.jsonl", "c.jsonl"]),
         ("data.path=[c.jsonl,ä.jsonl],ö.jsonl", [["c.jsonl", "ä.jsonl"], "ö.jsonl"]),
+        ("data=it's.jsonl,that's.jsonl", ["it's.jsonl", "that's.jsonl"]),
     ],
 )
 def test_commas_in_quotes_and_brackets_divide_no_values(swept: str, paths: list[object], tmp_path: Path) -> None:
-    for name in ("a,b", "c", "ä", "ö"):
+    for name in ("a,b", "c", "ä", "ö", "it's", "that's"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
     assert main(["-m", *BASE, swept, "run.folder=s"]) == 0
     jobs = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]

@@ -30,7 +30,7 @@ from qlora_fsdp.config.settings import (
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # characters of keys that Hydra reads only after a backslash
-VALUE = re.compile(r"""((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|\{[^}]*\}|[^,])*),""")  # of a sweep
+VALUE = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\[[^\]]*\]|\{[^}]*\}|[^,])*),""")  # of a sweep
 WORD = re.compile(r"((?:^|[\[,:{])\s*)([\w.+-]+)(?=\s*(?:[,\]}]|$))")  # an item that may look like a number
 
 
