@@ -98,7 +98,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
         print_result("\n".join(lines))
         return
     write_out(settings.out, "\n".join(lines) + "\n")
-    log.info(f"{len(lines)} completions in {settings.out}")
+    log.info(f"{plural(len(lines), 'completion')} in {settings.out}")
 
 
 def complete(
@@ -225,11 +225,11 @@ def _tokenize(
         )
     found = []
     for number, row in enumerate(rows, start=1):
+        place, own, tools = f"row {number}", row.get("system") or system, row.get("tools")
         if isinstance(row.get("prompt"), str):
-            found.append(style_tokens(style, tokenizer, row["prompt"], f"row {number}", system))
+            found.append(style_tokens(style, tokenizer, row["prompt"], place, own, tools))
         else:
-            own = row.get("system") or system
-            found.append(chat_tokens(tokenizer, _turns(row), row.get("tools"), f"row {number}", own))
+            found.append(chat_tokens(tokenizer, _turns(row), tools, place, own))
     return found
 
 

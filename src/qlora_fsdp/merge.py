@@ -186,6 +186,8 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
         problems.append(Problem("adapter", "is not set.", "Set adapter to the folder that training wrote."))
     if settings.out is None:
         problems.append(Problem("out", "is not set.", "Set out to a new folder."))
+    elif Path(settings.out).expanduser().is_file():
+        problems.append(Problem(f"out={settings.out}", "is a file.", "Set out to a new folder."))
     if settings.base not in ("full", "dequantized"):
         problems.append(Problem(f"base={settings.base}", "is neither full nor dequantized.", "Set one of them."))
     if settings.write not in ("model", "adapter"):

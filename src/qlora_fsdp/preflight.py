@@ -28,6 +28,7 @@ from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
+from qlora_fsdp.config.commands import sweep_problems
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.schema import Config, ModelConfig
@@ -88,6 +89,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__.strip()}\n\nusage: {USAGE}")
         return 0
+    refuse(sweep_problems(argv))
     hardware, overrides = _split(argv)
     asks_for_longest = LONGEST in overrides
     overrides = [text for text in overrides if text != LONGEST]

@@ -28,6 +28,8 @@ TYPED: list[tuple[list[str], list[str]]] = [
     (["train", "model=https://huggingface.co/Qwen/Qwen3-8B"], ["is an address", "Set model.path=Qwen/Qwen3-8B,"]),
     (["train", "data=chats.jsonl"], ["model.path=null names no model", "Set model to a preset"]),
     (["preview", "data=chats.jsonl"], ["model.path=null names no model", "Set model to a preset"]),
+    (["preview", "-m", "model=tiny", "data=chats.jsonl"], ["-m makes sweeps of qlora-fsdp train alone."]),
+    (["preflight", "-m", "model=tiny"], ["-m makes sweeps of qlora-fsdp train alone."]),
     (["train", "model=./mine", "data=chats.jsonl"], ["model.path=./mine does not exist", "Set model.path to a folder"]),
     ([*TRAIN, "model.dtype=bfloat16"], ["model.dtype=bfloat16 is not a setting", "model has: "]),
     # Data

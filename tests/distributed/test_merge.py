@@ -269,3 +269,5 @@ def test_bad_input_is_named_at_once(capsys):
     for part in ("adapter is not set", "out is not set", "base=half is neither", "quantize=int8 is", "report_data=/no"):
         assert part in message
     assert "model.weights=random has no files to merge into" in message
+    assert merge.main(["model=tiny", f"out={__file__}"]) == 2
+    assert f"out={__file__} is a file. Set out to a new folder." in capsys.readouterr().err

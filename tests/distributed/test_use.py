@@ -380,6 +380,7 @@ def test_adapters_of_some_layers(
         ),
         ("generate", ["model=tiny", "prompt=a", "out=/no/a.jsonl"], ["out=/no/a.jsonl can't be written: No such"]),
         ("evaluate", ["model=tiny", "data=random", "out=/"], ["out=/ can't be written: it is a folder"]),
+        ("evaluate", ["model=tiny", "data=random", "out=/dev/null"], ["out=/dev/null can't be written: it is no file"]),
     ],
 )
 def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], module: str, arguments: list[str], parts: list[str]):

@@ -64,6 +64,8 @@ def test_every_command_has_a_help_page(name: str, capsys: pytest.CaptureFixture[
         ([*BASE, "--model", "tiny"], "--model tiny is no option: settings are written without dashes and with an"),
         ([*BASE, "--model", "tiny"], "Write model=tiny."),
         ([*BASE, "-model=tiny"], "Write model=tiny."),
+        ([*BASE, "-cn", "mine"], "-cn mine is no option here. Write --config FILE.yaml."),
+        ([*BASE, "--config-path=conf"], "Write --config-dir FOLDER."),
         ([*BASE, "--learning-rate", "1e-4"], "Write training.learning_rate=1e-4."),
         ([*BASE, "--training.seed=-1"], "Write training.seed=-1."),
         ([*BASE, "--frobnicate"], "Write frobnicate=VALUE if that is a setting; --help lists the options."),

@@ -188,7 +188,8 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("model=qwen2.5-7b", "Did you mean model=qwen2.5-7b-base or model=qwen2.5-7b-instruct?"),
         ("quant={load_in_4bit: true}", "is no option of quant"),
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
-        ("lora.rank_pattern={a", "can't be read."),
+        ("lora.rank_pattern={a", "can't be read. Write it as lora.rank_pattern='{q_proj: 8}'."),
+        ("data.mix={über.jsonl: 1}", "Names with quotes, or letters other than ASCII's, go into a file of --config."),
         ("tracking.report_to=wandb", "must be a list such as [a,b]. Set tracking.report_to=[wandb]."),
         (
             "lora.r=8,",
@@ -214,6 +215,9 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("hydra.foo=1", "hydra.foo is neither a setting nor a group of options."),
         ("quant=nf4,int8", "quant=nf4,int8 gives several values to one run. For a sweep add -m."),
         ("data=null", "data=null is no option of data: it has default, random. Set data to one of these."),
+        ("experiment=null", "experiment=null is no option of experiment"),
+        ("hydra/sweeper=null", "hydra/sweeper=null names no option. Leave hydra/sweeper out."),
+        ("experiment=null", "Leave experiment out for none."),
         ("run=3", "run=3 is not a setting. run has: name, folder, overwrite."),
     ],
 )

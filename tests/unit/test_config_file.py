@@ -74,6 +74,8 @@ class TestFile:
         mine.write_text("model: org/name\ndata: chats.jsonl\ndata.format: text\n")
         config = load_config(["--config", "my.yaml"])
         assert (config.model.path, config.data.path, config.data.format.value) == ("org/name", "chats.jsonl", "text")
+        mine.write_text("model: org/name\ndata: [chats.jsonl, more/]\n")
+        assert load_config(["--config", "my.yaml"]).data.path == ["chats.jsonl", "more/"]
 
     def test_jobs_of_a_sweep_read_it(self, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mine.write_text(MINE + "model.revision: abc\nexperiment: qlora_paper\n")

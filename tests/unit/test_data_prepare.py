@@ -353,6 +353,19 @@ def test_folders(tmp_path, run):
     assert texts(run(book).train) == ["row"]
 
 
+def test_a_folder_whose_files_are_of_several_splits_is_told(tmp_path, run):
+    """As one that was downloaded from the hub, where the name of the data set would have given one of them."""
+    folder = tmp_path / "rows"
+    (folder / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_lines(folder / "data" / f"{name}.jsonl", {"text": name})
+    (told,) = run(folder).report.sources[0].skipped
+    assert told.startswith("files of the splits test and train are all read")
+    assert f"'{folder}/**/train*' names those of one" in told
+    (source,) = run(f"{folder}/**/train*").report.sources
+    assert (source.num_rows, source.skipped) == (2, ())
+
+
 def test_parquet_messages_with_missing_fields(tmp_path, run):
     chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "name": "bot"}]] * 2
     chats[1] = [{"role": "user", "content": "Ho"}, *chats[0][1:]]

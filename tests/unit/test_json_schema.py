@@ -54,7 +54,16 @@ def test_a_runs_own_config_fits(schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["model: org/name", "quant: int8", "experiment: dry_run", "lora: {r: 8}", "lora.r: 8", "lora:", "data: a.jsonl"],
+    [
+        "model: org/name",
+        "quant: int8",
+        "experiment: dry_run",
+        "lora: {r: 8}",
+        "lora.r: 8",
+        "lora:",
+        "data: a.jsonl",
+        "data: [a]",
+    ],
 )
 def test_what_a_file_may_hold_fits(text: str, schema: dict[str, Any]) -> None:
     assert mistakes(yaml.safe_load(text), schema) == []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.helpers.lines import read_lines
 
 from qlora_fsdp.common.errors import ConfigError
@@ -92,6 +93,23 @@ def test_of_a_setting_that_is_typed_twice_the_later_values_are_swept(capsys: pyt
     assert re.findall(r"run.folder=\S+/lora.r=(\d)", capsys.readouterr().out) == ["4", "8"]
     assert main(["-m", *BASE, "lora.r=4,8", "lora.r=2", "launch.dry_run=true"]) == 0
     assert re.findall(r" lora.r=(\d) ", capsys.readouterr().out) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("swept", "paths"),
+    [
+        ("data='a,b.jsonl',c.jsonl", ["a,b.jsonl", "c.jsonl"]),
+        ("data.path=[c.jsonl,ä.jsonl],ö.jsonl", [["c.jsonl", "ä.jsonl"], "ö.jsonl"]),
+        ("data=it's.jsonl,that's.jsonl", ["it's.jsonl", "that's.jsonl"]),
+    ],
+)
+def test_commas_in_quotes_and_brackets_divide_no_values(swept: str, paths: list[object], tmp_path: Path) -> None:
+    for name in ("a,b", "c", "ä", "ö", "it's", "that's"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    assert main(["-m", *BASE, swept, "run.folder=s"]) == 0
+    jobs = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]
+    configs = [yaml.safe_load((Path(job["folder"]) / "config.yaml").read_text()) for job in jobs]
+    assert [config["data"]["path"] for config in configs] == paths
 
 
 def test_jobs_run_side_by_side_on_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +210,12 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Start it as `qlora-fsdp train`"),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
+        (
+            ["-m", "lora.r=1,2", "run.folder=/dev/null/x"],
+            {},
+            "run.folder=/dev/null/x can't be written: Not a directory.",
+        ),
+        (["-m", "lora.r=1,", "2"], {}, "- 2 is not of the form key=value."),
         (
             ["-m", "training.seed=range(3,3)"],
             {},

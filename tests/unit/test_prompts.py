@@ -156,6 +156,18 @@ def test_a_conversation_in_a_file_begins_with_its_own_system_column():
     assert [("Talk." in text, "terse" in text) for text in texts] == [(True, False), (False, True), (False, True)]
 
 
+def test_a_prompt_in_a_file_has_its_own_system_message_and_tools():
+    """As the conversation of one turn has that it becomes."""
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
+    template = Path(__file__).parents[1] / "helpers" / "templates" / "qwen2.5.jinja"
+    trained.tokenizer.chat_template = template.read_text()
+    own = {"system": "Talk.", "tools": tools}
+    rows = [{"prompt": "hi", **own}, {"messages": [{"role": "user", "content": "hi"}], **own}]
+    of_prompt, of_messages = _tokenize(rows, trained, GenerateSettings(), "Be terse.")
+    assert of_prompt == of_messages
+
+
 def test_a_conversation_that_is_answered_already_is_told(caplog: pytest.LogCaptureFixture):
     """As in a file of held-out rows, where the model would answer its own answer."""
     trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,7 @@ def load_command(
     """
     _show_help(argv, usage)
     values, rest, problems = _split(argv, kind)
+    problems += sweep_problems(rest)
     settings = kind(**values)
     typed = chosen_groups(rest)
     if settings.adapter is not None:
@@ -124,6 +125,13 @@ def load_command(
     if wants_code and not config.model.trust_remote_code:
         raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])
     return settings, config
+
+
+def sweep_problems(argv: Sequence[str]) -> Iterator[Problem]:
+    """Yields the problem of an option that would make a sweep, of a command that makes none."""
+    for word in argv:
+        if word in ("-m", "--multirun"):
+            yield Problem(word, "makes sweeps of qlora-fsdp train alone.", "Leave it out, and set one value of each.")
 
 
 def _with_file(problem: Problem, file: Path, saved: Sections) -> Problem:

@@ -71,11 +71,13 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
             values.setdefault(section, {})[setting] = value
         elif name in _SECTIONS and isinstance(value, dict):
             values.setdefault(section, {}).update({str(inner): item for inner, item in value.items()})
+        elif is_path(str(name), value, folders):  # model: ORG/NAME, data: chats.jsonl
+            problems += unplain_problems(file, section, value)
+            values.setdefault(section, {})["path"] = value
+            options.append(f"{name}={default_options()[section]}")
         elif name in groups and isinstance(value, (str, int, float)):
             problems += unplain_problems(file, section, value)
-            if is_path(section, value, folders):  # model: ORG/NAME, data: chats.jsonl
-                values.setdefault(section, {})["path"] = value
-            options.append(f"{name}={default_options()[section] if is_path(section, value, folders) else value}")
+            options.append(f"{name}={value}")
         elif value is not None or (name not in _SECTIONS and name not in groups):
             problems.append(unknown_setting(str(name), value))
     problems += find_forbidden(values, file)

@@ -63,7 +63,7 @@ def _options(group: str) -> dict[str, Any]:
     names = group_options(group, [conf_folder()])
     described = f"An option of the group: {', '.join(names)}" + (f"; or {_PATHS[group]}." if group in _PATHS else ".")
     return {
-        "anyOf": [{"enum": names}, {"type": "string"}],
+        "anyOf": [{"enum": names}, {"type": ["string", "array"] if group == "data" else "string"}],
         "description": described,
         "default": default_options()[group],
     }

@@ -10,6 +10,11 @@ from qlora_fsdp.config.settings import all_settings, nearest_settings
 
 FLAGS = ("-h", "--help", "-m", "--multirun")
 WITH_VALUE = ("--cfg", "--config", "--config-dir")
+# Options of Hydra's own commands, and what takes their place.
+OF_HYDRA = {
+    **dict.fromkeys(("cn", "config_name"), "--config FILE.yaml"),
+    **dict.fromkeys(("cp", "config_path"), "--config-dir FOLDER"),
+}
 
 
 def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Problem]:
@@ -56,6 +61,8 @@ def _with_dashes(word: str, words: list[str], groups: Collection[str]) -> Proble
         value = words.pop(0)
         typed += f" {value}"
     name = name.replace("-", "_")
+    if name in OF_HYDRA:
+        return Problem(typed, "is no option here.", f"Write {OF_HYDRA[name]}.")
     known = [name] if name in groups or name in all_settings() else nearest_settings(name)
     keys = " or ".join(f"{key}={value or 'VALUE'}" for key in known or [name])
     fix = f"Write {keys}." if known else f"Write {keys} if that is a setting; --help lists the options."

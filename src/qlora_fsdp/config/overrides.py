@@ -17,11 +17,20 @@ from hydra.errors import HydraException
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
-from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_settings, show, wrong_type
+from qlora_fsdp.config.settings import (
+    EXAMPLES,
+    SEVERAL_DATA_SETS,
+    Setting,
+    all_settings,
+    nearest_settings,
+    show,
+    wrong_type,
+)
 
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # characters of keys that Hydra reads only after a backslash
+VALUE = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\[[^\]]*\]|\{[^}]*\}|[^,])*),""")  # of a sweep
 WORD = re.compile(r"((?:^|[\[,:{])\s*)([\w.+-]+)(?=\s*(?:[,\]}]|$))")  # an item that may look like a number
 
 
@@ -46,7 +55,9 @@ def prepare_overrides(
             problems.append(override)
             continue
         key, options = override.key_or_group, group_options(override.key_or_group, folders)
-        if key.startswith(("hydra.", "hydra/")):
+        if key.startswith("hydra/") and override.value() is None:  # Hydra would end with a traceback
+            problems.append(Problem(text, "names no option.", f"Leave {key} out."))
+        elif key.startswith(("hydra.", "hydra/")):
             usable.append(text)
         elif override.is_delete():
             problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
@@ -100,7 +111,12 @@ def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
 
 
 def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:
-    """Whether `model=value` or `data=value` means a path or a hub name and no option: `data=chats.jsonl`."""
+    """Whether `model=value` or `data=value` means a path or a hub name and no option: `data=chats.jsonl`.
+
+    A file of settings may have a list of paths there, which on the command line is text: `data=[a.jsonl,b.jsonl]`.
+    """
+    if group == "data" and isinstance(value, list):
+        return True
     if group not in ("model", "data") or not isinstance(value, str) or value in group_options(group, folders):
         return False
     if group == "data" and Path(value).suffix:
@@ -111,7 +127,7 @@ def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:
 def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:
     """The overrides that one stands for: `data=chats.jsonl` is `data=default` and `data.path=chats.jsonl`."""
     group, _, value = text.lstrip("+").partition("=")
-    values = value.split(",") if sweep else [value]
+    values = _split(value) if sweep else [value]
     if not all(is_path(group, value.strip("'\""), folders) for value in values):
         return [text]
     return [f"{group}={default_options()[group]}", f"{group}.path={value}"]
@@ -128,22 +144,47 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
     for form in (f"{key}={_quote_words(value)}" if setting is not None and setting.has_texts else text, text):
         with suppress(HydraException):
             return parser.parse_overrides([form])[0]
-    # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
-    takes_list = setting is not None and (setting.type == list[str] or setting.text_or_list)
-    items = value.removeprefix("[").removesuffix("]")
-    if takes_list and value == f"[{items}]" and not set("[]'\"") & set(items):
-        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
-    if setting is not None and get_origin(setting.type) is dict and (mapping := _escape_keys(value)):
-        with suppress(HydraException):
-            return parser.parse_overrides([f"{key}={mapping}"])[0]
-    if setting is not None and (setting.type is str or setting.text_or_list):
-        values = value.split(",") if sweep else [value]
-        return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
+    values = [_readable(key, value, setting) for value in (_split(value) if sweep else [value])]
+    if None not in values:
+        return parser.parse_overrides([f"{key}={','.join(map(str, values))}"])[0]
     if value.endswith(","):
         fix = f"Leave the comma out, or write the values of a sweep without spaces: {key}={value}..."
         return Problem(text, "can't be read: it ends with a comma.", fix)
-    quoted = '["...","..."]' if takes_list else '"..."'
+    if key in EXAMPLES:
+        others = "Names with quotes, or letters other than ASCII's, go into a file of --config."
+        return Problem(text, "can't be read.", f"Write it as {key}={EXAMPLES[key]}. {others}")
+    quoted = '["...","..."]' if setting is not None and _takes_list(setting) else '"..."'
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='{quoted}'.")
+
+
+def _split(text: str) -> list[str]:
+    """The values of a sweep: what stands between commas that are within no quotes and no brackets."""
+    return VALUE.findall(f"{text},")
+
+
+def _readable(key: str, value: str, setting: Setting | None) -> str | None:
+    """A value in the form that Hydra reads, which has no unquoted ~, =, (, < or letters outside ASCII; None: no form.
+
+    Such characters are common in paths and new tokens.
+    """
+    parser = OverridesParser.create()
+    items = value.removeprefix("[").removesuffix("]")
+    forms = [value]
+    if setting is not None and _takes_list(setting) and value == f"[{items}]" and not set("[]'\"") & set(items):
+        forms.append(f"[{','.join(quote(item.strip()) for item in items.split(','))}]")
+    elif setting is not None and get_origin(setting.type) is dict:
+        forms += filter(None, [_escape_keys(value)])
+    elif setting is not None and (setting.type is str or setting.text_or_list):
+        forms.append(quote(value))
+    for form in forms if value else ():
+        with suppress(HydraException):
+            if not parser.parse_overrides([f"{key}={form}"])[0].is_sweep_override():
+                return form
+    return None
+
+
+def _takes_list(setting: Setting) -> bool:
+    return setting.type == list[str] or setting.text_or_list
 
 
 def _quote_words(text: str) -> str:
@@ -210,9 +251,11 @@ def _is_list_for_mapping(key: str, value: Any) -> bool:
 
 
 def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
-    if option in options or (option is None and group == "experiment"):
+    if option in options:
         return None
     fix = did_you_mean(group, option, options)
+    if option is None and default_options().get(group, "") is None:
+        fix = f"Leave {group} out for none."
     if group in ("model", "data") and isinstance(option, str):
         fix += f" For a path or a hub name set {group}.path={option}."
     listed = f"it has {', '.join(options)}"

@@ -59,16 +59,21 @@ def choose_style(
 
 
 def style_tokens(
-    style: PromptStyle, tokenizer: PreTrainedTokenizerBase, prompt: str, place: str, system: str | None = None
+    style: PromptStyle,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    place: str,
+    system: str | None = None,
+    tools: Any = None,
 ) -> list[int]:
-    """A prompt's tokens in a style; `system` is what conversations begin with.
+    """A prompt's tokens in a style; `system` is what conversations begin with, and they have `tools`.
 
     Raises:
         DataError: there is no chat template, or it refuses the prompt.
     """
     match style:
         case PromptStyle.chat:
-            return chat_tokens(tokenizer, [{"role": "user", "content": prompt}], None, place, system)
+            return chat_tokens(tokenizer, [{"role": "user", "content": prompt}], tools, place, system)
         case PromptStyle.alpaca:
             return prompt_tokens(tokenizer, ALPACA.format(instruction=prompt))
         case PromptStyle.plain:

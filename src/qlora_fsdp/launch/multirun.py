@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -15,10 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.startup import is_rank
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.command_line import Arguments
 from qlora_fsdp.config.compose import read_given
 from qlora_fsdp.config.hydra_files import composing
 from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides, quote
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
@@ -60,6 +63,7 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         config = hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
         _refuse_code(config.hydra, arguments.overrides)
         folder = Path(config.hydra.sweep.dir).expanduser().resolve()
+        refuse(_unwritable(folder))
         submits = config.hydra.launcher._target_.endswith(".SlurmLauncher")
         try:
             hydra.multirun("config", _never_called, overrides, with_log_configuration=False)
@@ -118,6 +122,17 @@ def _find_targets(value: Any) -> Iterator[str]:
                 yield str(item)
             else:
                 yield from _find_targets(item)
+
+
+def _unwritable(folder: Path) -> Iterator[Problem]:
+    """Why a sweep's folder can't be written to, as Hydra does before the settings of any job are checked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        fix = "Set run.name or run.folder to a folder that you may write to."
+        yield Problem(shorten(show("run.folder", str(folder))), f"can't be written: {error.strerror}.", fix)
 
 
 def _wrong_launcher(overrides: Sequence[str]) -> list[Problem]:

@@ -89,6 +89,8 @@ def check_out(out: str | None) -> list[Problem]:
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file; without out the result is printed")
         with TemporaryFile(dir=path.parent):
             return []
     except OSError as error:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.hub_names import path_exists
-from qlora_fsdp.common.text import is_unicode, plural, printable
+from qlora_fsdp.common.text import is_unicode, join_words, plural, printable
 from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
 from qlora_fsdp.data.files.remote import find_remote, is_remote
 from qlora_fsdp.data.files.row_file import RowFile
 from qlora_fsdp.data.files.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
 
+SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|val|dev)(?=[/_.-])")  # in the name of a file
 MAX_NAMES = 20  # of files that are left out for one reason
 # datasets' `save_to_disk` writes these beside a data set's Arrow files.
 SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"
@@ -23,7 +25,8 @@ def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list
     """The files that `path` names. None: it names nothing that is here.
 
     Returns:
-        The files in the order in which they are read, and one line for each reason why others are left out.
+        The files in the order in which they are read, and one line for each reason why others are left out; also one
+        where those of a folder have the names of several splits, as a data set has that was downloaded from the hub.
 
     Raises:
         DataError: what the path names has no rows.
@@ -38,6 +41,10 @@ def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list
         named = [(name, RowFile(str(file))) for name, file in listed]
     files, skipped = _sort_out(named)
     if files:
+        splits = {} if is_pattern(path) else {found[1]: None for name, _ in named if (found := SPLIT.search(name))}
+        if "train" in splits and len(splits) > 1:
+            one = f"'{path.rstrip('/')}/**/train*' names those of one"
+            skipped.append(f"files of the splits {join_words(list(splits))} are all read, as one data set; {one}")
         return files, skipped
     if is_pattern(path):
         raise DataError(
