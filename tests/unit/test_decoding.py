@@ -215,6 +215,17 @@ def test_models_that_slots_are_not_enough_for_are_found_out(config: PretrainedCo
     assert found is None if reason is None else reason in (found or "")
 
 
+def test_a_shortage_of_memory_is_no_trait_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    """Texts would run in slots in the next start, and on other ranks of this one."""
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(SlotCache, "allocate", fail)
+    with pytest.raises(MemoryError):
+        why_not_in_slots(LlamaConfig(), trust_remote_code=False)
+
+
 def logits(num_rows: int = 4) -> Tensor:
     return 2 * torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(2))
 
