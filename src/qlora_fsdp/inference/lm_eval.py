@@ -123,10 +123,15 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
     def __init__(self, model: ModelInStep, config: Config, batch_size: int | None, max_length: int | None) -> None:
         eval_logger.disabled = True  # it warns of models given as objects, and of accelerate
+        trained = cast(CausalLM, model.trained.model)
         no_slots = why_not_in_slots(model.base.config, config.model.trust_remote_code)
         reason = "the model is in shards" if model.is_sharded else no_slots
+        if model.is_sharded:
+            no_slots = no_slots or why_not_by_rows(trained, model.device)
+        self.uses_slots = no_slots is None
         if reason is not None:
-            log.info(f"Tasks: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
+            what = "Likelihoods of tasks" if self.uses_slots else "Tasks"
+            log.info(f"{what}: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
         super().__init__(
             model,
             backend="causal",
@@ -137,12 +142,9 @@ class SharedLM(HFLM):  # type: ignore[misc]
         )
         eval_logger.disabled = False
         self.processes, self.run_config = model.processes, config
-        trained = cast(CausalLM, model.trained.model)
         self.scorer = None if reason else Scorer(trained, model.device, batch_size)
         self.completer: Completer | None = None
-        if model.is_sharded:
-            no_slots = no_slots or why_not_by_rows(trained, model.device)
-        self.uses_slots = no_slots is None
+        self.text_batch_size = batch_size or (MAX_SLOTS if self.uses_slots else STOCK_BATCH_SIZE)
         self.text_share = self.share = (self.processes.rank, self.processes.num_ranks)
         if model.is_sharded and self.uses_slots:  # ranks that share the model write the same texts
             self.text_share = share_of_texts(trained)
@@ -154,9 +156,11 @@ class SharedLM(HFLM):  # type: ignore[misc]
         return self._share(super().loglikelihood_rolling, requests, self.share)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        before, self.batch_size_per_gpu = self.batch_size_per_gpu, self.text_batch_size
         try:
             return self._share(super().generate_until, requests, self.text_share)
         finally:
+            self.batch_size_per_gpu = before
             self._release()
 
     def _loglikelihood_tokens(
