@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.prompts import Prompts
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
@@ -126,6 +127,16 @@ def test_slots_are_given_back_at_once():
     completer.release()
     gc.enable()
     assert keys() is None
+
+
+def test_prompts_are_padded_alike_where_no_graph_can_be_recorded(monkeypatch: pytest.MonkeyPatch):
+    """The other ranks of a sharded model may have recorded theirs: results of one shape travel."""
+    monkeypatch.setattr("qlora_fsdp.decoding.prompts.record", lambda *args: None)
+    shapes: list[tuple[int, ...]] = []
+    reader = Prompts(lambda tokens, positions: shapes.append(tuple(tokens.shape)), 256, CPU, pool=object())
+    for _ in range(3):
+        reader.read([0, 1, 2], [[10] * 5, [11] * 7, [12] * 9], 0)
+    assert shapes == [(4, 64)] * 3
 
 
 def test_no_prompts_are_no_work():

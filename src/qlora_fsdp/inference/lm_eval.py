@@ -103,8 +103,11 @@ class ModelInStep:
             return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
 
     def _agree(self, work: Work) -> Work:
-        """Agree on what the ranks compute next: the highest of what they ask for."""
-        return Work(int(self.processes.max([work])[0]))
+        """Agree on what the ranks compute next: the highest of what they ask for.
+
+        Ranks that have written their texts may wait for long: those that share another copy of the model write theirs.
+        """
+        return Work(int(self.processes.max([work], patiently=True)[0]))
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
         with bypassing_root(self.trained.model):
@@ -156,7 +159,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         return self._share(super().loglikelihood_rolling, requests, self.share)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        before, self.batch_size_per_gpu = self.batch_size_per_gpu, self.text_batch_size
+        before, self.batch_size_per_gpu = self.batch_size, self.text_batch_size
         try:
             return self._share(super().generate_until, requests, self.text_share)
         finally:

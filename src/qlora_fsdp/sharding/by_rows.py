@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -228,7 +228,7 @@ def _sharded_param(model: TaskModel) -> nn.Parameter:
     return next(param for param in model.parameters() if isinstance(param, DTensor))
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module computes x W^T + b. FSDP gives the head, a unit, a class of its own."""
     return isinstance(module, nn.Linear) and computes_linear(module)
 
