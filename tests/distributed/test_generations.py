@@ -90,6 +90,17 @@ def test_no_rank_copies_embeddings_head_or_layers(
     assert run_ranks(2, train_all, {0: argv}, copied, False)[0][0].inspected == []
 
 
+def test_a_head_that_is_trained_writes_in_the_dtype_of_its_input(
+    checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
+):
+    """Its weights are float32."""
+    argv = settings(checkpoint("llama"), rows, WHOLE, "training.precision=bfloat16", "training.max_steps=1")
+    argv += ["data.eval_fraction=0.1", "tracking.num_generations=1", f"run.folder={tmp_path / 'run'}"]
+    run_ranks(2, train_all, {0: argv})
+    assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 2
+    assert "a pass through the model" not in (tmp_path / "run" / "train.log").read_text()
+
+
 def fail_in_the_middle(model: TaskModel, processes: Processes) -> bool:
     """Whether a model is afterwards as it was before."""
 

@@ -209,7 +209,10 @@ class _OwnEmbedding:
 
 
 class _OwnLinear:
-    """A linear layer that is not quantized, of whose weight this rank has some rows."""
+    """A linear layer that is not quantized, of whose weight this rank has some rows.
+
+    A layer that is trained in full has float32 weights, and computes in the dtype of its input all the same.
+    """
 
     def __init__(self, layer: nn.Linear, group: dist.ProcessGroup) -> None:
         self.weight, self.width, self.group = local_tensor(layer.weight), layer.out_features, group
@@ -217,7 +220,8 @@ class _OwnLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        own = F.linear(x.flatten(0, -2), self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        own = F.linear(x.flatten(0, -2), self.weight.to(x.dtype), bias)
         (y_NO,) = gather_columns([own], [self.width], self.group)
         return y_NO.view(*x.shape[:-1], self.width)
 
