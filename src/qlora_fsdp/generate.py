@@ -43,7 +43,7 @@ usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [s
   batch_size=N        prompts a process at a time, at most (default: 64, or as many as its GPU has memory for)
   seed=0              of sampling
 
-Several processes share the prompts if each can hold the whole model, and else the model's layers.
+Several processes share the prompts if each can hold the whole model, and else the model's weights.
 
 examples:
   qlora-fsdp generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"

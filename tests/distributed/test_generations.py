@@ -10,6 +10,9 @@ import peft
 import pytest
 import torch
 
+from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.by_rows import ByRows
 from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.preferences import write_pairs
 from tests.helpers.quick_config import load_config
@@ -65,6 +68,64 @@ def test_completions_are_those_of_stock_generate(
     assert "<h2>What the model wrote</h2>" in page and "<th>step 0</th><th>step 6</th>" in page
     said = (folder / "train.log").read_text()
     assert ("a pass through the model" in said) is (case in BY_PASSES) and BY_PASSES.get(case, "") in said
+
+
+WHOLE = "lora.modules_to_save=[embed_tokens,lm_head]"
+
+
+def copied(model: TaskModel, processes: Processes) -> list[str]:
+    """The embeddings and linear layers of the base of which a rank would have the whole weights to write text."""
+    wholes = {param.module for param in ByRows(model).params if param.is_whole and param.param.ndim > 1}
+    names = {name for name, module in model.base.named_modules() if module in wholes}
+    return sorted(name for name in names if "lora_" not in name)
+
+
+# FSDP gives the head, a unit of its own, another class. Falcon's linear layers have one of their own.
+@pytest.mark.parametrize("case", [("llama", []), ("llama", [WHOLE]), ("falcon", ["quant=none"])], ids=str)
+def test_no_rank_copies_embeddings_head_or_layers(
+    case: tuple[str, list[str]], checkpoint: Callable[..., Path], rows: Path
+):
+    family, more = case
+    argv = settings(checkpoint(family), rows, "training.packing=auto", *more)
+    assert run_ranks(2, train_all, {0: argv}, copied, False)[0][0].inspected == []
+
+
+def test_a_head_that_is_trained_writes_in_the_dtype_of_its_input(
+    checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
+):
+    """Its weights are float32."""
+    argv = settings(checkpoint("llama"), rows, WHOLE, "training.precision=bfloat16", "training.max_steps=1")
+    argv += ["data.eval_fraction=0.1", "tracking.num_generations=1", f"run.folder={tmp_path / 'run'}"]
+    run_ranks(2, train_all, {0: argv})
+    assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 2
+    assert "a pass through the model" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def fail_in_the_middle(model: TaskModel, processes: Processes) -> bool:
+    """Whether a model is afterwards as it was before."""
+
+    def state() -> list[tuple[object, ...]]:
+        return [
+            (
+                vars(module).get("forward"),
+                {name: id(param) for name, param in module._parameters.items()},
+                list(module._forward_pre_hooks.items()),
+                list(module._forward_hooks.items()),
+                getattr(module, "padding_idx", None),
+            )
+            for module in model.modules()
+        ]
+
+    by_rows, before = ByRows(model), state()
+    with pytest.raises(RuntimeError, match="indices"), by_rows.in_use():
+        assert state() != before
+        model.base(torch.tensor([[0.5]]))
+    return state() == before
+
+
+def test_an_error_while_text_is_written_leaves_the_model_as_it_was(checkpoint: Callable[..., Path], rows: Path):
+    argv = settings(checkpoint("llama"), rows)
+    assert [rank[0].inspected for rank in run_ranks(2, train_all, {0: argv}, fail_in_the_middle, False)] == [True] * 2
 
 
 def test_completions_end_with_a_table_of_positions(checkpoint: Callable[..., Path], tmp_path: Path):

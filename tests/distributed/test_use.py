@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -24,6 +25,8 @@ from transformers import AutoTokenizer
 from qlora_fsdp import chat, evaluate, generate, merge
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import QuantConfig
+from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
@@ -228,6 +231,50 @@ def test_tasks_of_lm_eval_score_as_by_its_own_model(adapters, stock, tmp_path: P
                 (key,) = (key for key in expected[name] if key.startswith(f"{metric},"))
                 assert found[name][key] == pytest.approx(expected[name][key], rel=1e-5), f"{name} {metric}"
     assert found["completion"]["exact_match,none"] == pytest.approx(2 / 3)
+
+
+def texts_at_a_time(arguments: list[str]) -> tuple[str, list[int]]:
+    """What an evaluation prints, and how many texts each call writes."""
+    numbers, complete = [], Completer.complete
+
+    def note(self: Completer, requests: list[Request]) -> None:
+        numbers.append(len(requests))
+        complete(self, requests)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Completer, "complete", note)
+        return printed_by(evaluate.main, arguments), numbers
+
+
+def test_a_sharded_model_writes_as_many_texts_of_tasks_at_a_time_as_a_whole_one(adapters, tmp_path: Path):
+    """Not as few as transformers gets at a time for likelihoods."""
+    pytest.importorskip("lm_eval")
+    lines = [{"prompt": f"{word} sat", "completion": "x"} for word in "abcdefghijkl"]
+    data = {"data_files": {"test": str(write_lines(tmp_path / "rows.jsonl", lines))}, "cache_dir": str(tmp_path)}
+    task = {"task": "texts", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
+    task |= {**TASKS["completion"], "doc_to_text": "{{prompt}}", "metric_list": [{"metric": "exact_match"}]}
+    (tmp_path / "texts.yaml").write_text(json.dumps(task))
+    arguments = [f"adapter={adapters['qwen2']}", f"tasks={tmp_path / 'texts.yaml'}"]
+    assert [numbers for _, numbers in run_ranks(2, texts_at_a_time, arguments)] == [[12], [12]]
+
+
+def finish_at_other_times() -> None:
+    """Rank 1 writes for longer than a rank is waited for."""
+    from qlora_fsdp.inference.lm_eval import ModelInStep
+
+    Meeting.new_port()
+    processes = start_processes(timeout_seconds=2, use_cpu=True)
+    model = ModelInStep(Mock(), processes)
+    model.is_sharded = True
+    time.sleep(4 * processes.rank)
+    model.keep_step()
+    stop_processes()
+
+
+def test_ranks_without_texts_wait_for_those_that_write():
+    """Ranks that share one copy of the model may have fewer or shorter ones than those that share another."""
+    pytest.importorskip("lm_eval")
+    run_ranks(2, finish_at_other_times)
 
 
 def fail_alone(adapter: Path) -> NoReturn:

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.prompts import Prompts
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
@@ -128,6 +129,16 @@ def test_slots_are_given_back_at_once():
     assert keys() is None
 
 
+def test_prompts_are_padded_alike_where_no_graph_can_be_recorded(monkeypatch: pytest.MonkeyPatch):
+    """The other ranks of a sharded model may have recorded theirs: results of one shape travel."""
+    monkeypatch.setattr("qlora_fsdp.decoding.prompts.record", lambda *args: None)
+    shapes: list[tuple[int, ...]] = []
+    reader = Prompts(lambda tokens, positions: shapes.append(tuple(tokens.shape)), 256, CPU, pool=object())
+    for _ in range(3):
+        reader.read([0, 1, 2], [[10] * 5, [11] * 7, [12] * 9], 0)
+    assert shapes == [(4, 64)] * 3
+
+
 def test_no_prompts_are_no_work():
     Completer(build("llama"), CPU, Sampling(), ENDS, 0).complete([])
 
@@ -213,6 +224,17 @@ def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch)
 def test_models_that_slots_are_not_enough_for_are_found_out(config: PretrainedConfig, reason: str | None):
     found = why_not_in_slots(config, trust_remote_code=False)
     assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_shortage_of_memory_is_no_trait_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    """Texts would run in slots in the next start, and on other ranks of this one."""
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(SlotCache, "allocate", fail)
+    with pytest.raises(MemoryError):
+        why_not_in_slots(LlamaConfig(), trust_remote_code=False)
 
 
 def logits(num_rows: int = 4) -> Tensor:

@@ -84,6 +84,14 @@ def test_what_computes_something_else_stays_plain(compute: Callable[[Mlp, Tensor
     assert find_gated(Mlp(compute)) is None
 
 
+def test_a_shortage_of_memory_is_no_trait_of_the_module():
+    def compute(module: Mlp, x: Tensor) -> Tensor:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        find_gated(Mlp(compute))
+
+
 def test_attributes_count_as_much_as_the_class():
     """Gemma 3n's MLP drops most activations in its first layers, by a figure of its config."""
     config = make_config("gemma3n_text")

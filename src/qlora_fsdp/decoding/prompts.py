@@ -46,6 +46,7 @@ class Prompts:
         self, call: Callable[[Tensor, Tensor], Any], length: int, device: torch.device, pool: Any | None
     ) -> None:
         self.call, self.length, self.device, self.pool = call, length, device, pool
+        self.is_padded = pool is not None  # also where recording has failed: other ranks go on to read padded prompts
         self.graphs: dict[tuple[int, int], _Recorded] = {}
         self.num_calls: Counter[tuple[int, int]] = Counter()
 
@@ -53,7 +54,7 @@ class Prompts:
         """Read prompts into slots, a slot for each; the pad token fills up shorter ones at their end."""
         shape = len(prompts), max(map(len, prompts))
         recorded = None
-        if self.pool is not None and (rounded := self._rounded(*shape)) is not None:
+        if self.is_padded and (rounded := self._rounded(*shape)) is not None:
             shape = rounded
             recorded = self.graphs.get(shape) or self._record(shape)
             self.num_calls[shape] += 1
@@ -83,7 +84,7 @@ class Prompts:
 
     def _record(self, shape: tuple[int, int]) -> _Recorded | None:
         """Record a shape that comes for the second time. If that fails, nothing is recorded from now on."""
-        if self.num_calls[shape] != 1 or len(self.graphs) >= MAX_GRAPHS:
+        if self.pool is None or self.num_calls[shape] != 1 or len(self.graphs) >= MAX_GRAPHS:
             return None
         slots = torch.zeros(shape[0], dtype=torch.int64, device=self.device)
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)

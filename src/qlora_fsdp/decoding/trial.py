@@ -20,6 +20,7 @@ from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.model.trials.miniature import VOCAB
 from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
+from qlora_fsdp.runtime.hardware import is_shortage
 
 TOLERANCE = 1e-4  # of the largest logit; rows whose past is wrong differ by a hundredth and more
 LENGTH = 32  # longer than the rows that are tried, and than the small model's windows
@@ -39,6 +40,8 @@ def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str |
         with stock_models(), torch.no_grad(), attending(trial.model):
             difference = _difference(trial)
     except Exception as error:  # classes are transformers', or come with a model
+        if is_shortage(error):
+            raise
         return f"its class can't be called so ({name_error(error)})"
     if not difference <= TOLERANCE:
         return f"its logits would differ by {difference:.1g} of the largest"

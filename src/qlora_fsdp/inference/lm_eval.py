@@ -102,8 +102,11 @@ class ModelInStep:
             return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
 
     def _agree(self, work: Work) -> Work:
-        """Agree on what the ranks compute next: the highest of what they ask for."""
-        return Work(int(self.processes.max([work])[0]))
+        """Agree on what the ranks compute next: the highest of what they ask for.
+
+        Ranks that have written their texts may wait for long: those that share another copy of the model write theirs.
+        """
+        return Work(int(self.processes.max([work], patiently=True)[0]))
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
         with bypassing_root(self.trained.model):

@@ -6,7 +6,7 @@ codes costs. bitsandbytes has a kernel that multiplies with the codes themselves
 double quantization too. For many rows, such as those of a prompt, the weight is dequantized as always.
 
 Of a sharded model each rank multiplies with the rows of codes that it has, which gives some of a layer's outputs, and
-the ranks put these together (sharding/own_rows.py).
+the ranks put these together (sharding/by_rows.py).
 
 Adapters are fp32 Parameters. Their copies in the compute dtype are made once, not in every step, at places that stay
 the same: a CUDA graph that was recorded with them reads what `refresh` has written there last.

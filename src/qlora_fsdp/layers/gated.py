@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.layers.gated_activation import Activation
 from qlora_fsdp.layers.liger import stock_classes
+from qlora_fsdp.runtime.hardware import is_shortage
 
 SIZE = 16  # of hidden states, and the inner size: equal, so that any layer may have any role
 SCALES = (0.1, 1.0, 10.0, 1e4)  # of the inputs: a limit on values shows only beyond it
@@ -106,7 +107,9 @@ def _run(module: nn.Module, x: Tensor) -> Tensor | None:
     """Run the forward of a module's class, without hooks or replacements; None if it can't be called so."""
     try:
         found = type(module).forward(module, x)
-    except Exception:  # it wants other arguments, or layers of its own sizes
+    except Exception as error:  # it wants other arguments, or layers of its own sizes
+        if is_shortage(error):
+            raise
         return None
     return found if isinstance(found, Tensor) else None
 

@@ -137,10 +137,10 @@ class Processes:
 
         return wait
 
-    def max(self, values: list[float]) -> list[float]:
-        """Maxima over all ranks, in float64."""
+    def max(self, values: list[float], patiently: bool = False) -> list[float]:
+        """Maxima over all ranks, in float64; if patient, without distributed.timeout_seconds."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.patient_group if patiently else self.group)
         return tensor.tolist()
 
 

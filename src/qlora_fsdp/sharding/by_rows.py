@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from qlora_fsdp.layers.decode_linear import DecodeLayers, forwards
 from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.layers.experts.own_experts import OwnExperts, num_experts
+from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered, without_hooks
 from qlora_fsdp.runtime.rows import (
@@ -109,6 +110,7 @@ class ByRows:
         """Find what takes the place of what is sharded and no quantized layer."""
         done = {part for module in self.layers.forwards for part in module.modules()}
         adapters = _adapter_modules(model)
+        tables = {module for module in model.embeddings.modules() if isinstance(module, nn.Embedding)}
         for module in model.base.modules():
             if module in done:
                 continue
@@ -121,10 +123,10 @@ class ByRows:
                 self.experts.append(OwnExperts(experts, found, self.group))
                 self.forwards[module] = self.experts[-1]
                 done |= set(module.modules())
-            elif module is model.embeddings and sharded and all(map(_is_everywhere, sharded.values())):
+            elif module in tables and sharded and all(map(_is_everywhere, sharded.values())):
                 self.forwards[module] = _OwnEmbedding(module, next(iter(sharded.values())), self.group)
                 self.params += [_Replaced(module, name, param, is_whole=False) for name, param in sharded.items()]
-            elif type(module) is nn.Linear and "weight" in sharded and module not in adapters:
+            elif _is_linear(module) and "weight" in sharded and module not in adapters:
                 self.forwards[module] = _OwnLinear(module, self.group)
             else:
                 self.params += [_Replaced(module, name, param, is_whole=True) for name, param in sharded.items()]
@@ -197,15 +199,20 @@ class _OwnEmbedding:
         module: Any = self.module
         is_own = (input >= self.first) & (input < self.last)
         padding, module.padding_idx = module.padding_idx, None  # a row of the whole table
-        x_BLD: Tensor = self.forward((input - self.first).where(is_own, 0))
-        module.padding_idx = padding
+        try:
+            x_BLD: Tensor = self.forward((input - self.first).where(is_own, 0))
+        finally:
+            module.padding_idx = padding
         x_BLD = x_BLD.where(is_own.unsqueeze(-1), 0)
         dist.all_reduce(x_BLD, group=self.group)
         return x_BLD
 
 
 class _OwnLinear:
-    """A linear layer that is not quantized, of whose weight this rank has some rows."""
+    """A linear layer that is not quantized, of whose weight this rank has some rows.
+
+    A layer that is trained in full has float32 weights, and computes in the dtype of its input all the same.
+    """
 
     def __init__(self, layer: nn.Linear, group: dist.ProcessGroup) -> None:
         self.weight, self.width, self.group = local_tensor(layer.weight), layer.out_features, group
@@ -213,7 +220,8 @@ class _OwnLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        own = F.linear(x.flatten(0, -2), self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        own = F.linear(x.flatten(0, -2), self.weight.to(x.dtype), bias)
         (y_NO,) = gather_columns([own], [self.width], self.group)
         return y_NO.view(*x.shape[:-1], self.width)
 
@@ -222,6 +230,11 @@ def _sharded_param(model: TaskModel) -> nn.Parameter:
     """A parameter of a model with FSDP units, of which nothing is gathered afterwards."""
     free_gathered(model)
     return next(param for param in model.parameters() if isinstance(param, DTensor))
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module computes x W^T + b. FSDP gives the head, a unit, a class of its own."""
+    return isinstance(module, nn.Linear) and computes_linear(module)
 
 
 def _adapter_modules(model: nn.Module) -> set[nn.Module]:
