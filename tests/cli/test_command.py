@@ -105,7 +105,8 @@ def ended(
 ) -> Iterator[dict[str, Future[Launch]]]:
     """The commands that this session's tests ask for, two at a time: each waits more than it computes."""
     folder = tmp_path_factory.mktemp("commands")
-    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("case") for item in own}
 
     def run(case: str, act: Callable[[Path], Launch]) -> Launch:
         (own := folder / case).mkdir()
