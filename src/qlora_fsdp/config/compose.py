@@ -223,7 +223,7 @@ def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
         Problem(
             text,
             "has no effect here: nothing is launched.",
-            "Leave it out: of the commands only `qlora-fsdp` train, evaluate, generate, chat and doctor start processes."
+            "Leave it out: only `qlora-fsdp` train, evaluate, generate, chat and doctor start processes."
             if text.lstrip("+").startswith("launch.")
             else "Leave it out: it is for `qlora-fsdp train` with hydra/launcher=slurm.",
         )

@@ -138,8 +138,8 @@ def _open(file: RowFile, unpacking: Unpacking) -> Iterator[IO[bytes]]:
             contents.seek(0)
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise DataError(
-                f"{file} is UTF-16, as PowerShell's > writes it, and data is read as UTF-8. Convert it: "
-                "iconv -f UTF-16 -t UTF-8 FILE > NEW, or in PowerShell Get-Content FILE | Set-Content -Encoding utf8 NEW."
+                f"{file} is UTF-16, as PowerShell's > writes it, and data is read as UTF-8. Convert it: iconv -f UTF-16"
+                " -t UTF-8 OLD > NEW, or in PowerShell Get-Content OLD | Set-Content -Encoding utf8 NEW."
             )
         yield contents
 
