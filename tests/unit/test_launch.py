@@ -207,7 +207,11 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
     [
         (["-m", "lora.r=1,2"], {"RANK": "0"}, "Start it plainly: qlora-fsdp train -m"),
         (["-m", "lora.r=1,2"], {"ACCELERATE_MIXED_PRECISION": "no"}, "Start it plainly"),
-        (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Leave it out: only `qlora-fsdp` train, evaluate"),
+        (
+            ["launch.parallel=2"],
+            {},
+            "has no effect here: nothing is launched. Leave it out: only `qlora-fsdp` train, evaluate",
+        ),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
         (
