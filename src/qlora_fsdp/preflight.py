@@ -26,6 +26,7 @@ from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
+from qlora_fsdp.config.check_data import mix_problems
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.commands import sweep_problems
@@ -212,7 +213,7 @@ def _check(config: Config, hardware: Hardware) -> None:
     """Refuse settings that a plan can't be made of."""
     has_fp8 = hardware.gpu.fp8_tflops > 0
     world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda", has_fp8=has_fp8)
-    problems = [*check_settings(config, NEEDS), *check_world(config, world)]
+    problems = [*check_settings(config, NEEDS), *mix_problems(config), *check_world(config, world)]
     if config.memory.target_gib is not None and config.memory.target_gib > hardware.gpu.gib:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))

@@ -29,6 +29,7 @@ TYPED: list[tuple[list[str], list[str]]] = [
     (["train", "data=chats.jsonl"], ["model.path=null names no model", "Set model to a preset"]),
     (["preview", "data=chats.jsonl"], ["model.path=null names no model", "Set model to a preset"]),
     (["preview", "-m", "model=tiny", "data=chats.jsonl"], ["-m makes sweeps of qlora-fsdp train alone."]),
+    (["preflight", "hardware=1x24gib", "model=tiny", "data.mix={a.jsonl: 0}"], ["data.mix=", "names a.jsonl, which"]),
     (["preflight", "-m", "model=tiny"], ["-m makes sweeps of qlora-fsdp train alone."]),
     (["train", "model=./mine", "data=chats.jsonl"], ["model.path=./mine does not exist", "Set model.path to a folder"]),
     ([*TRAIN, "model.dtype=bfloat16"], ["model.dtype=bfloat16 is not a setting", "model has: "]),

@@ -198,6 +198,19 @@ def test_near_duplicates_are_those_that_share_most_shingles(tmp_path: Path, prep
     assert told(prepared) == [said]
 
 
+def test_what_the_last_rows_begin_with_is_known_as_well(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of somewhat fewer than two samples of rows, the sample was of the first ones alone."""
+    pytest.importorskip("datasketch")
+    monkeypatch.setattr("qlora_fsdp.data.cleaning.near_duplicates.SAMPLED_ROWS", 100)
+    rng = random.Random(0)
+    system = " ".join(rng.choices(WORDS, k=40)) + ": "
+    rows = [("" if number < 120 else system) + " ".join(rng.choices(WORDS, k=8)) for number in range(190)]
+    path = write(tmp_path / "a.jsonl", *({"text": row} for row in rows))
+    assert texts(prepare(path, near_duplicates=0.6).train) == rows
+
+
 def test_what_was_found_is_kept_for_other_ranks_and_later_runs(
     tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
     assert complete("qlora-fsdp train model=tiny lora.r") == ["lora.r=", "lora.rank_pattern="]
     assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none "]
     assert complete("qlora-fsdp generate ada") == ["adapter="]
+    assert complete("qlora-fsdp push mod") == [] and complete("qlora-fsdp push ada") == ["adapter="]
     assert complete("qlora-fsdp merge wr") == ["write="] and complete("qlora-fsdp preflight hard") == ["hardware="]
     assert complete("qlora-fsdp train fsdp.cpu_offload=") == ["fsdp.cpu_offload=false ", "fsdp.cpu_offload=true "]
     for line in ("train data.path=x", "train --config ", "status "):

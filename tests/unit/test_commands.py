@@ -107,6 +107,18 @@ def test_an_experiment_does_not_take_the_place_of_the_saved_settings(adapter: Pa
         load(adapter, "experiment=qlora_paper")
 
 
+@pytest.mark.parametrize("text", ["lora.r=3", "++lora.use_dora=true", "lora=default", "optim=adamw_8bit"])
+def test_settings_of_training_beside_an_adapter(text: str, adapter: Path) -> None:
+    with pytest.raises(ConfigError, match="has no effect with adapter=, which has been trained already"):
+        load(adapter, text)
+
+
+@pytest.mark.parametrize("text", ["top_p=0.9", "seed=7"])
+def test_settings_of_sampling_where_nothing_is_sampled(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(["model=tiny", "model.weights=random", "prompt=a", text]) == 2
+    assert f"{text} has no effect at temperature=0" in capsys.readouterr().err
+
+
 def test_settings_and_bases_that_are_not_there(adapter: Path) -> None:
     (adapter / SETTINGS_FILE).write_text("model: [")
     with pytest.raises(ConfigError, match=f"{adapter}/{SETTINGS_FILE} can't be read: line 1: expected the node"):

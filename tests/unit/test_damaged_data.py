@@ -148,6 +148,20 @@ def refuse(*_: object, **__: object) -> None:
     raise PermissionError("403 Forbidden: Access Denied")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.jsonl.gz"])
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_named(name: str, codec: str, bucket: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As PowerShell's > writes it."""
+    text = as_csv().decode() if "csv" in name else LINES.decode()
+    content = ("\ufeff" + text).encode(codec)
+    content = gzip.compress(content) if name.endswith("gz") else content
+    (tmp_path / name).write_bytes(content)
+    fsspec.filesystem("memory").pipe(f"/refusing/utf/{name}", content)
+    for path in (str(tmp_path / name), f"memory://refusing/utf/{name}"):
+        with pytest.raises(DataError, match=r"a\.\w+(\.gz)? is UTF-16, .* iconv -f UTF-16 -t UTF-8"):
+            prepare(path, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("method", ["find", "isdir"])
 def test_a_bucket_that_can_not_be_listed(method: str, bucket: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bucket.setattr(MemoryFileSystem, method, refuse)

@@ -207,7 +207,11 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
     [
         (["-m", "lora.r=1,2"], {"RANK": "0"}, "Start it plainly: qlora-fsdp train -m"),
         (["-m", "lora.r=1,2"], {"ACCELERATE_MIXED_PRECISION": "no"}, "Start it plainly"),
-        (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Start it as `qlora-fsdp train`"),
+        (
+            ["launch.parallel=2"],
+            {},
+            "has no effect here: nothing is launched. Leave it out: only `qlora-fsdp` train, evaluate",
+        ),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
         (
@@ -225,6 +229,9 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
         (["hydra/launcher=slurm"], {"PATH": "/nowhere"}, "needs sbatch, which is not here"),
+        (["hydra/launcher=slurm", "launch.devices=[0]"], {}, "has no effect with hydra/launcher=slurm"),
+        (["hydra/launcher=slurm", "launch.num_processes=4", "slurm.gpus_per_node=2"], {}, "more than slurm.gpus_per"),
+        (["hydra/launcher=slurm", "slurm.options=[qos=long]"], {}, "qos=long, which is no option of sbatch"),
         (["hydra/launcher=slurm", "slurm.time=soon"], {}, "Set slurm.time=24:00:00"),
         (["hydra/launcher=slurm", "slurm.time=2:00"], {}, "slurm.time=2:00 is 120 seconds to SLURM"),
         (["hydra/launcher=slurm", "slurm.time=0-1", "slurm.signal_seconds=3600"], {}, "is 3600 seconds to SLURM"),

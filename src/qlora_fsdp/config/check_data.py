@@ -183,6 +183,14 @@ def _is_file(path: str) -> bool:
         return False
 
 
+def mix_problems(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with the values of `data.mix`, wherever its data sets are."""
+    for path, value in config.data.mix.items():
+        for mistake in find_mistakes(value):
+            fix = "Write {path: weight} or {path: {weight: 2, max_rows: 5000}}, with weights above 0."
+            yield problem_with(config, "data.mix", f"names {path}, which {mistake}.", fix)
+
+
 def _mix(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.mix:
@@ -202,10 +210,8 @@ def _mix(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "data.path", f"contradicts {show('data.mix', data.mix)}.", fix)
     if data.format is DataFormat.random:
         yield problem_with(config, "data.mix", "has no effect with data.format=random.", "Set data.format=auto.")
+    yield from mix_problems(config)
     for path, value in data.mix.items():
-        for mistake in find_mistakes(value):
-            fix = "Write {path: weight} or {path: {weight: 2, max_rows: 5000}}, with weights above 0."
-            yield problem_with(config, "data.mix", f"names {path}, which {mistake}.", fix)
         own = value if isinstance(value, dict) else {}
         if isinstance(own.get("columns"), dict):
             yield from _names(config, "data.mix", own["columns"])

@@ -107,6 +107,7 @@ def load_command(
         if "experiment" in typed:
             reason = "can't be used with adapter=, whose saved settings are in its place."
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
+        problems += _of_training(rest)
     refuse(problems)
     beneath, wants_code = [WITHOUT_TRAINING, *([] if uses_default_data else [WITHOUT_DATA])], False
     saved, file = Sections(), Path(settings.adapter or "").expanduser() / SETTINGS_FILE
@@ -132,6 +133,14 @@ def sweep_problems(argv: Sequence[str]) -> Iterator[Problem]:
     for word in argv:
         if word in ("-m", "--multirun"):
             yield Problem(word, "makes sweeps of qlora-fsdp train alone.", "Leave it out, and set one value of each.")
+
+
+def _of_training(argv: Sequence[str]) -> Iterator[Problem]:
+    """Yields settings of the training that an adapter has behind it; `lora.start` says what that started from."""
+    for text in argv:
+        key = text.lstrip("+").partition("=")[0]
+        if key.partition(".")[0] in ("lora", "optim") and key != "lora.start":
+            yield Problem(text, "has no effect with adapter=, which has been trained already.", "Leave it out.")
 
 
 def _with_file(problem: Problem, file: Path, saved: Sections) -> Problem:

@@ -223,9 +223,9 @@ def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
         Problem(
             text,
             "has no effect here: nothing is launched.",
-            "Start it as `qlora-fsdp train`, or add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+            "Leave it out: only `qlora-fsdp` train, evaluate, generate, chat and doctor start processes."
             if text.lstrip("+").startswith("launch.")
-            else "Add hydra/launcher=slurm.",
+            else "Leave it out: it is for `qlora-fsdp train` with hydra/launcher=slurm.",
         )
         for text in texts
         if text.lstrip("+").startswith(sections)

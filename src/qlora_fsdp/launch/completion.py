@@ -15,6 +15,7 @@ from qlora_fsdp.config.mistyped import WITH_VALUE
 from qlora_fsdp.config.settings import all_settings
 
 WITHOUT_SETTINGS = ("status", "report", "doctor", "schema", "completion")
+ONLY_OWN_SETTINGS = ("push",)
 
 # Bash and zsh (through its bashcompinit) split words at = too, so the function completes what stands after the last.
 SCRIPT = """\
@@ -58,7 +59,8 @@ def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
     elif name in WITHOUT_SETTINGS or words[-2] in WITH_VALUE:
         return []
     else:
-        possible = _settings(word, _own_settings(commands.get(name)))
+        own = _own_settings(commands.get(name))
+        possible = (f"{key}=" for key in own) if name in ONLY_OWN_SETTINGS else _settings(word, own)
     return sorted(text for text in possible if text.startswith(word))
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from qlora_fsdp.common.run_key import RUN_KEY
 from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
@@ -38,6 +39,7 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     if not jobs:  # all have finished before
         return
     _refuse_differences(jobs)
+    refuse(list(_find_misfits(jobs[0].config)))
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
     if jobs[0].config.launch.dry_run:
         print(render_script(jobs, sweep.folder, Path.cwd()))
@@ -187,6 +189,20 @@ def _refuse_differences(jobs: Sequence[Job]) -> None:
     if any((job.config.slurm, job.config.launch) != (jobs[0].config.slurm, jobs[0].config.launch) for job in jobs):
         reason = "differ between the jobs of a sweep, and SLURM has one script for all."
         raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
+
+
+def _find_misfits(config: Config) -> Iterator[Problem]:
+    """Yields settings that SLURM would ignore, or that fail only when the job has its turn."""
+    launch, slurm = config.launch, config.slurm
+    if launch.devices is not None:
+        reason = "has no effect with hydra/launcher=slurm, where SLURM chooses the GPUs."
+        yield problem_with(config, "launch.devices", reason, "Set slurm.gpus_per_node, or leave it out.")
+    if launch.num_processes is not None and launch.num_processes > (slurm.gpus_per_node or launch.num_processes):
+        reason = f"is more than slurm.gpus_per_node={slurm.gpus_per_node}, and each process on a node has a GPU."
+        yield problem_with(config, "launch.num_processes", reason, "Leave it out: it follows from slurm.gpus_per_node.")
+    if odd := [option for option in slurm.options if not option.startswith("-")]:
+        reason = f"has {odd[0] or 'an empty text'}, which is no option of sbatch."
+        yield problem_with(config, "slurm.options", reason, 'Write them as in ["--qos=long"].')
 
 
 def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:

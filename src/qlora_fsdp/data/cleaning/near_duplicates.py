@@ -11,6 +11,7 @@ A row takes some 0.6 ms and 5 KiB of memory on the one process that looks; what 
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +84,6 @@ def _shingles(rows: Rows, row: int) -> Shingles:
 
 def _common_shingles(rows: Rows, ids: Indices) -> Shingles:
     """Those that many rows have, judged by rows that are spread evenly over the data."""
-    sampled = ids[:: max(1, len(ids) // SAMPLED_ROWS)][:SAMPLED_ROWS]
+    sampled = ids[:: math.ceil(len(ids) / SAMPLED_ROWS)]
     found, counts = np.unique(np.concatenate([_shingles(rows, int(row)) for row in sampled]), return_counts=True)
     return np.asarray(found[counts > max(MIN_COMMON, COMMON_SHARE * len(sampled))])

@@ -23,7 +23,7 @@ from qlora_fsdp.data.mix import MixedRows
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
 
-VERSION = 1  # to be raised when the same row gets another hash
+VERSION = 2  # to be raised when the same row gets another hash, or others are nearly the same
 PAIR_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that (a, b) and (b, a) differ
 
 Hashes = NDArray[np.uint64]

@@ -8,6 +8,7 @@ batches, so memory stays bounded. Of files that store columns, only those column
 from __future__ import annotations
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -64,7 +65,7 @@ def known_suffixes() -> str:
 
 def read_text(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     """The one row of a file of plain text."""
-    with file.open() as stream:
+    with _open(file, unpacking) as stream:
         text = stream.read().decode("utf-8-sig", errors="surrogateescape")
     yield file.name, dump_row({"text": text})
 
@@ -121,11 +122,26 @@ def _as_text(value: Any) -> str:
 
 @contextmanager
 def _open(file: RowFile, unpacking: Unpacking) -> Iterator[IO[bytes]]:
-    """The contents of a file, decompressed as they are read, up to the limit."""
+    """The contents of a file of text, decompressed as they are read, up to the limit.
+
+    Raises:
+        DataError: they are UTF-16.
+    """
     decompress = COMPRESSIONS.get(file.suffix)
     with ExitStack() as stack:
         stream = stack.enter_context(file.open())
-        yield stack.enter_context(unpacking.open(stream, decompress))
+        contents = stack.enter_context(unpacking.open(stream, decompress))
+        if isinstance(contents, io.BufferedReader):
+            start = contents.peek(2)
+        else:  # a remote file
+            start = contents.read(2)
+            contents.seek(0)
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(
+                f"{file} is UTF-16, as PowerShell's > writes it, and data is read as UTF-8. Convert it: iconv -f UTF-16"
+                " -t UTF-8 OLD > NEW, or in PowerShell Get-Content OLD | Set-Content -Encoding utf8 NEW."
+            )
+        yield contents
 
 
 def _open_zstd(stream: IO[bytes]) -> IO[bytes]:
