@@ -169,10 +169,6 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
         )
     if not 0 < settings.top_p <= 1:
         problems.append(Problem(f"top_p={settings.top_p}", "must be above 0 and at most 1.", "Set top_p=0.9."))
-    for name, default in {"top_p": 1.0, "seed": 0}.items() if settings.temperature == 0 else ():
-        if (value := getattr(settings, name)) != default:
-            reason = "has no effect at temperature=0, which takes the likeliest token."
-            problems.append(Problem(f"{name}={value}", reason, "Set temperature=0.7, or leave it out."))
     if (settings.prompt is None) == (settings.prompts is None):
         found = "are both set." if settings.prompt is not None else "are both missing."
         problems.append(Problem("prompt and prompts", found, 'Set prompt="..." or prompts=FILE.jsonl.'))

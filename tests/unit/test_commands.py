@@ -113,12 +113,6 @@ def test_settings_of_training_beside_an_adapter(text: str, adapter: Path) -> Non
         load(adapter, text)
 
 
-@pytest.mark.parametrize("text", ["top_p=0.9", "seed=7"])
-def test_settings_of_sampling_where_nothing_is_sampled(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(["model=tiny", "model.weights=random", "prompt=a", text]) == 2
-    assert f"{text} has no effect at temperature=0" in capsys.readouterr().err
-
-
 def test_settings_and_bases_that_are_not_there(adapter: Path) -> None:
     (adapter / SETTINGS_FILE).write_text("model: [")
     with pytest.raises(ConfigError, match=f"{adapter}/{SETTINGS_FILE} can't be read: line 1: expected the node"):
