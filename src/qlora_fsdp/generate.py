@@ -126,9 +126,8 @@ def complete(
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
     completer = make_completer(trained, config, generation, processes, settings.batch_size)
-    first, step = processes.rank, processes.num_ranks
-    if completer is not None and completer.by_rows is not None:
-        first, step = share_of_texts(trained.model)
+    share = (processes.rank, processes.num_ranks) if completer is None else share_of_texts(trained.model, processes)
+    first, step = share
     mine = range(first, len(prompts), step)
     if completer is None:
         size = settings.batch_size or STOCK_BATCH_SIZE

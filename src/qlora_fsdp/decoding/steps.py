@@ -35,7 +35,7 @@ class Steps:
         num_logits: logits that the model gives for each token.
         device: the model's device.
         captures: record a step as a CUDA graph.
-        by_rows: the ranks that each have a part of the model; None: it is whole here.
+        by_rows: what computes a sharded model; None: it is whole here.
 
     Attributes:
         tokens: int64 [num_slots], the last token of each text, which is not in the cache yet.

@@ -42,8 +42,7 @@ def make_completer(
         max_slots: texts that run at the same time, at most; None for as many as are fast.
     """
     is_sharded = isinstance(trained.model, FSDPModule)
-    reason = why_not_by_rows(trained.model, processes.device) if is_sharded else None
-    reason = reason or why_not(generation)
+    reason = why_not_by_rows(trained.model, processes.device) or why_not(generation)
     reason = reason or why_not_in_slots(trained.model.base.config, config.model.trust_remote_code)
     if reason is not None:
         log.info(f"Generation: by transformers, a token at a time ({reason})")

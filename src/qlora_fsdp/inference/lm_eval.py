@@ -126,7 +126,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
     def __init__(self, model: ModelInStep, config: Config, batch_size: int | None, max_length: int | None) -> None:
         eval_logger.disabled = True  # it warns of models given as objects, and of accelerate
         trained = cast(CausalLM, model.trained.model)
-        reason = why_not_by_rows(trained, model.device) if model.is_sharded else None
+        reason = why_not_by_rows(trained, model.device)
         reason = reason or why_not_in_slots(model.base.config, config.model.trust_remote_code)
         if reason is not None:
             log.info(f"Tasks: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
@@ -146,7 +146,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         if reason is None:
             by_rows = ByRows(trained) if model.is_sharded else None
             self.scorer = Scorer(trained, model.device, batch_size, by_rows)
-            self.share = share_of_texts(trained) if model.is_sharded else self.share
+            self.share = share_of_texts(trained, self.processes)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._share(super().loglikelihood, requests)

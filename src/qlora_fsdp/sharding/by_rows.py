@@ -28,6 +28,7 @@ import torch.distributed as dist
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -38,6 +39,7 @@ from qlora_fsdp.layers.experts.own_experts import OwnExperts, num_experts
 from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered, without_hooks
+from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import (
     gather_columns,
     gather_whole,
@@ -52,12 +54,14 @@ SPARE_BYTES = 2**29  # that are to be free besides copies, for gathers and resul
 
 
 def why_not_by_rows(model: TaskModel, device: torch.device) -> str | None:
-    """Why a sharded model can't be computed so; None if it can.
+    """Why a sharded model can't be computed so; None if it can, or if each rank has the whole model.
 
     Args:
-        model: with FSDP units.
+        model: with its weights.
         device: where it computes.
     """
+    if not isinstance(model, FSDPModule):
+        return None
     example = _sharded_param(model)
     num_ranks = dist.get_world_size(shard_group(example))
     if local_tensor(example).device.type != device.type:
@@ -70,8 +74,10 @@ def why_not_by_rows(model: TaskModel, device: torch.device) -> str | None:
     return None
 
 
-def share_of_texts(model: TaskModel) -> tuple[int, int]:
+def share_of_texts(model: TaskModel, processes: Processes) -> tuple[int, int]:
     """Which share of the texts this rank writes, and of how many: ranks that share the model write the same ones."""
+    if not isinstance(model, FSDPModule):
+        return processes.rank, processes.num_ranks
     return replica_of(_sharded_param(model))
 
 

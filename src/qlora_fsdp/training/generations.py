@@ -98,7 +98,7 @@ class Generations:
     def _can_use_slots(self, model: TaskModel) -> bool:
         """Whether texts are completed in slots. The first call finds out, and logs why not."""
         if self.uses_slots is None:
-            reason = why_not_by_rows(model, self.processes.device) if isinstance(model, FSDPModule) else None
+            reason = why_not_by_rows(model, self.processes.device)
             reason = reason or why_not_in_slots(model.base.config, self.trust_remote_code)
             self.uses_slots = reason is None
             if reason is not None:
@@ -116,7 +116,7 @@ class Generations:
                 log.warning("Generations: a pass through the model for every token: a GPU has no memory to spare")
                 return None
             by_rows = ByRows(model)
-        first, step = (self.processes.rank, self.processes.num_ranks) if by_rows is None else share_of_texts(model)
+        first, step = share_of_texts(model, self.processes)
         numbers = range(first, len(self.rows), step)
         if not numbers:
             return {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -80,5 +79,5 @@ class OwnExperts:
 
 def num_experts(experts: nn.Module) -> int:
     """How many experts a module of fused experts has."""
-    weight: torch.Tensor | QuantizedExpertWeight = getattr(experts, expert_weight_names(experts)[0])
+    weight: Tensor | QuantizedExpertWeight = getattr(experts, expert_weight_names(experts)[0])
     return weight.shape[0]
