@@ -1,6 +1,6 @@
-"""The adapters of fused experts: PEFT's two matrices for all experts, as each expert's own, and back.
+"""The adapters of fused experts: PEFT's two matrices for all experts, read as each expert's own, and their gradients.
 
-Shapes: E experts, R the rank of an adapter.
+Shapes: E experts, R the rank of an adapter, S rows of tokens, X the other dimension of a matrix: inputs or outputs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,69 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.layers.experts.rows import Rows
+from qlora_fsdp.layers.experts.rows import Rows, uses_kernels
 
 RANK_MULTIPLE = 8  # grouped products want rows of a multiple of 16 bytes
+
+
+class ExpertMatrix(NamedTuple):
+    """A matrix of the adapters of all experts: each expert's A [R, inputs], or its B transposed, [R, outputs].
+
+    Attributes:
+        linear: has it as its weight, float32, in one of PEFT's two layouts. FSDP gathers the weight anew for backward,
+            so it is read where it is used.
+        num_experts: E.
+        is_by_rank: the layout: [X, R E], of each rank, expert by expert, as PEFT's B; else [E R, X], as its A.
+        factor: what the matrix is multiplied by where it is used, in float32.
+    """
+
+    linear: nn.Linear
+    num_experts: int
+    is_by_rank: bool
+    factor: float
+
+    @property
+    def stored(self) -> Tensor:
+        """The matrices of all experts, as they are stored."""
+        return self.linear.weight
+
+    @property
+    def rank(self) -> int:
+        """The rank in products: filled up with zeros to a multiple of 8."""
+        rank = self._by_expert(self.stored).shape[1]
+        return rank + -rank % RANK_MULTIPLE
+
+    def fill(self, out_ERX: Tensor, first: int = 0) -> None:
+        """Write some columns, from `first` on, into `out_ERX`, which may be strided."""
+        last = first + out_ERX.shape[2]
+        _write(self._by_expert(self.stored.detach())[:, :, first:last], self.factor, out_ERX)
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The matrices [E, R, X] in `dtype`, contiguous."""
+        width = self._by_expert(self.stored).shape[2]
+        out_ERX = self.stored.new_empty(self.num_experts, self.rank, width, dtype=dtype)
+        self.fill(out_ERX)
+        return out_ERX
+
+    def gradient(self, low_SR: Tensor, x_SX: Tensor, rows: Rows) -> Tensor:
+        """The gradient of `stored`, float32.
+
+        Args:
+            low_SR: of A, the gradient of h = x A^T; of B, h itself.
+            x_SX: of A, the input x; of B, the gradient of the output.
+            rows: which rows belong to which expert.
+        """
+        grad_ERX = F.grouped_mm(low_SR.t(), x_SX, offs=rows.ends)
+        grad = torch.empty_like(self.stored)
+        out_ERX = self._by_expert(grad)
+        _write(grad_ERX[:, : out_ERX.shape[1]], self.factor, out_ERX)
+        return grad
+
+    def _by_expert(self, stored: Tensor) -> Tensor:
+        """A view [E, R, X] of what is stored in the matrix's layout."""
+        if self.is_by_rank:
+            return stored.view(len(stored), -1, self.num_experts).permute(2, 1, 0)
+        return stored.view(self.num_experts, -1, stored.shape[1])
 
 
 class ExpertAdapter(NamedTuple):
@@ -32,63 +92,27 @@ class ExpertAdapter(NamedTuple):
     scaling: float
     is_swapped: bool = False
 
-    @property
-    def of_inputs(self) -> Tensor:
-        """What the input is multiplied by, as it is stored."""
-        return self.lora_b.weight if self.is_swapped else self.lora_a.weight
+    def a(self, num_experts: int) -> ExpertMatrix:
+        """A of each expert, for h = x A^T."""
+        return ExpertMatrix(self.lora_b if self.is_swapped else self.lora_a, num_experts, self.is_swapped, 1.0)
 
-    @property
-    def of_outputs(self) -> Tensor:
-        """What gives the output, as it is stored."""
-        return self.lora_a.weight if self.is_swapped else self.lora_b.weight
+    def b(self, num_experts: int) -> ExpertMatrix:
+        """The scaled B of each expert, for h B^T."""
+        linear = self.lora_a if self.is_swapped else self.lora_b
+        return ExpertMatrix(linear, num_experts, not self.is_swapped, self.scaling)
 
-    def a(self, num_experts: int, dtype: torch.dtype) -> Tensor:
-        """A [E, R, in] in `dtype`, its rank filled up with zeros to a multiple of 8."""
-        a_ERI = self._by_expert(self.of_inputs, num_experts, self.is_swapped)
-        a_ERI = (a_ERI.transpose(1, 2) if self.is_swapped else a_ERI).to(dtype).contiguous()
-        padding = -a_ERI.shape[1] % RANK_MULTIPLE
-        return F.pad(a_ERI, (0, 0, 0, padding)) if padding else a_ERI
 
-    def b(self, num_experts: int, dtype: torch.dtype) -> Tensor:
-        """The scaled B [E, out, R] in `dtype`, its rank filled up as that of A."""
-        stored = self._by_expert(self.of_outputs, num_experts, not self.is_swapped)
-        stored = stored.transpose(1, 2) if self.is_swapped else stored
-        b_EOR = torch.mul(stored, self.scaling, out=stored.new_empty(stored.shape, dtype=dtype))
-        padding = -b_EOR.shape[2] % RANK_MULTIPLE
-        return F.pad(b_EOR, (0, padding)) if padding else b_EOR
+def _write(source_ERX: Tensor, factor: float, out_ERX: Tensor) -> None:
+    """Write the source times a factor, which are multiplied in float32, and zeros for the ranks that it does not have.
 
-    def grad_a(self, x_SI: Tensor, grad_low_SR: Tensor, rows: Rows) -> Tensor:
-        """The gradient of `of_inputs`, float32.
+    Both may be strided. On a GPU one kernel does it, whatever the layouts: torch would take a pass for each of
+    conversion, factor and transposition.
+    """
+    if uses_kernels(source_ERX):
+        from qlora_fsdp.layers.kernels import triton_experts
 
-        Args:
-            x_SI: the input of the product that is adapted.
-            grad_low_SR: the gradient of h = x A^T.
-            rows: which rows belong to which expert.
-        """
-        grad_ERI = F.grouped_mm(grad_low_SR.t(), x_SI, offs=rows.ends)
-        grad_ERI = grad_ERI[:, : self._rank(len(grad_ERI))].float()
-        grad = grad_ERI.permute(2, 1, 0) if self.is_swapped else grad_ERI
-        return grad.reshape(self.of_inputs.shape)
-
-    def grad_b(self, low_SR: Tensor, grad_SO: Tensor, rows: Rows) -> Tensor:
-        """The gradient of `of_outputs`, float32.
-
-        Args:
-            low_SR: h = x A^T.
-            grad_SO: the gradient of the product's output.
-            rows: which rows belong to which expert.
-        """
-        grad_EOR = F.grouped_mm(grad_SO.t(), low_SR, offs=rows.ends)
-        grad_EOR = grad_EOR[:, :, : self._rank(len(grad_EOR))]
-        grad = (grad_EOR.transpose(1, 2) if self.is_swapped else grad_EOR.permute(1, 2, 0)).float()
-        return grad.mul_(self.scaling).reshape(self.of_outputs.shape)
-
-    def _rank(self, num_experts: int) -> int:
-        return self.lora_a.weight.shape[0] // num_experts
-
-    @staticmethod
-    def _by_expert(weight: Tensor, num_experts: int, is_b: bool) -> Tensor:
-        """PEFT's A as [E, R, in], or its B as [E, out, R]."""
-        if is_b:
-            return weight.view(weight.shape[0], -1, num_experts).permute(2, 0, 1)
-        return weight.view(num_experts, -1, weight.shape[1])
+        triton_experts.write_matrices(source_ERX, factor, out_ERX)
+        return
+    rank = source_ERX.shape[1]
+    out_ERX[:, :rank] = source_ERX.float() * factor
+    out_ERX[:, rank:] = 0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qlora_fsdp.layers.experts.adapter import ExpertAdapter
+from qlora_fsdp.layers.experts.adapter import ExpertAdapter, ExpertMatrix
 from qlora_fsdp.layers.experts.gate import Activation
 from qlora_fsdp.layers.experts.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
 from qlora_fsdp.layers.experts.rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
@@ -93,10 +93,9 @@ def _compute(
     module: nn.Module, adapters: Mapping[str, ExpertAdapter], x_TH: Tensor, w_TK: Tensor, index_TK: Tensor
 ) -> Tensor:
     experts = Experts(module, adapters)
-    up, down = experts.adapters
-    trained = [*([up.of_inputs, up.of_outputs] if up else []), *([down.of_inputs] if down else [])]
+    trained = [matrix.stored for matrix in (experts.up_a, experts.up_b, experts.down_a) if matrix is not None]
     act_SI, low_SR = _Up.apply(x_TH, w_TK, index_TK, experts, *trained)  # type: ignore[no-untyped-call]
-    trained = [down.of_outputs] if down else []
+    trained = [] if experts.down_b is None else [experts.down_b.stored]
     return _Down.apply(act_SI, low_SR, w_TK, index_TK, experts, *trained)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -140,6 +139,8 @@ def count_loads(model: nn.Module) -> list[ExpertLoad]:
 class Experts:
     """The parts of a module of fused experts: its two weights, their biases and adapters, and its activation.
 
+    A weight without an adapter has None for the adapter's matrices, here and below.
+
     Args:
         module: transformers' module, whose `expert_weight_names` are two.
         adapters: by the name of the weight that each adapts.
@@ -154,19 +155,14 @@ class Experts:
         names = expert_weight_names(module)
         self.up, self.down = (cast(ExpertWeight, getattr(module, name)) for name in names)
         self.up_bias, self.down_bias = (getattr(module, f"{n}_bias") if module.has_bias else None for n in names)
-        self.adapters = [adapters.get(name) for name in names]
-        self.is_transposed = sums_over_rows(module)
         self.num_experts: int = self.up.shape[0]
+        (self.up_a, self.up_b), (self.down_a, self.down_b) = (self._matrices(adapters.get(name)) for name in names)
+        self.is_transposed = sums_over_rows(module)
         self.activation = Activation.of(module)
         self.load: ExpertLoad | None = getattr(module, "load", None) if module.training else None
 
-    def a(self, adapter: ExpertAdapter | None, dtype: torch.dtype) -> Tensor | None:
-        """A [E, R, in] of an adapter; None without."""
-        return None if adapter is None else adapter.a(self.num_experts, dtype)
-
-    def b(self, adapter: ExpertAdapter | None, dtype: torch.dtype) -> Tensor | None:
-        """The scaled B [E, out, R] of an adapter; None without."""
-        return None if adapter is None else adapter.b(self.num_experts, dtype)
+    def _matrices(self, adapter: ExpertAdapter | None) -> tuple[ExpertMatrix | None, ExpertMatrix | None]:
+        return (None, None) if adapter is None else (adapter.a(self.num_experts), adapter.b(self.num_experts))
 
 
 # The two functions of autograd follow layers/lora.py. Only the first saves tensors. So when a layer is recomputed in
@@ -184,17 +180,16 @@ class _Up(torch.autograd.Function):
         rows = experts.rows = sort_rows(index_TK, experts.num_experts)
         if experts.load is not None:
             experts.load.add(rows)
-        (up, down), dtype = experts.adapters, x_TH.dtype
         w_S = w_TK.flatten().index_select(0, rows.order)
         gathered = partial(gather, x_TH, rows)
-        input_SH, low_up_SR = beside_low_rank(x_TH.shape[1], gathered, _t(experts.a(up, dtype)), rows, x_TH)
-        y_SU = product(input_SH, experts.up, _t(experts.b(up, dtype)), experts.is_transposed, rows)
+        input_SH, low_up_SR = beside_low_rank(x_TH.shape[1], gathered, experts.up_a, rows, x_TH)
+        y_SU = product(input_SH, experts.up, experts.up_b, experts.is_transposed, rows)
         del input_SH
         if experts.up_bias is not None:
             y_SU += experts.up_bias[rows.expert()]
         activation, width = experts.activation, experts.activation.width(y_SU.shape[1])
         activated = partial(activate, y_SU, w_S, activation)
-        act_SI, low_down_SR = beside_low_rank(width, activated, _t(experts.a(down, dtype)), rows, y_SU)
+        act_SI, low_down_SR = beside_low_rank(width, activated, experts.down_a, rows, y_SU)
         ctx.save_for_backward(x_TH, w_TK, y_SU, low_up_SR)
         ctx.experts = experts
         return act_SI[:, :width], low_down_SR
@@ -204,11 +199,13 @@ class _Up(torch.autograd.Function):
         (grad_act_SI, grad_low_down_SR), experts = grads, cast(Experts, ctx.experts)
         x_TH, w_TK, y_SU, low_up_SR = ctx.saved_tensors
         ctx.experts = None  # `ctx` lives until all layers have run backward
-        rows, (up, down), hidden, num_outputs = experts.rows, experts.adapters, x_TH.shape[1], y_SU.shape[1]
+        rows, hidden, num_outputs = experts.rows, x_TH.shape[1], y_SU.shape[1]
         w_S = w_TK.flatten().index_select(0, rows.order)
         backward = ActivationBackward(y_SU, w_S, grad_act_SI, experts.activation)
-        grad_SU, grad_low_up_SR = beside_low_rank(num_outputs, backward, experts.b(up, x_TH.dtype), rows, x_TH)
-        of_down = [] if down is None else [down.grad_a(backward.activated_SI, grad_low_down_SR, rows)]
+        grad_SU, grad_low_up_SR = beside_low_rank(num_outputs, backward, experts.up_b, rows, x_TH)
+        of_down = []
+        if experts.down_a is not None:
+            of_down = [experts.down_a.gradient(grad_low_down_SR, backward.activated_SI, rows)]
         grad_w_TK = None
         if ctx.needs_input_grad[1]:
             grad_w_TK = backward.grad_w_S.index_select(0, rows.position.flatten()).view_as(w_TK).to(w_TK.dtype)
@@ -216,14 +213,14 @@ class _Up(torch.autograd.Function):
 
         grad_x_TH = None
         if ctx.needs_input_grad[0]:
-            a_ERI = experts.a(up, x_TH.dtype)
-            grad_x_TH = combine(product(grad_SU, experts.up, a_ERI, not experts.is_transposed, rows), rows)
+            grad_x_TH = combine(product(grad_SU, experts.up, experts.up_a, not experts.is_transposed, rows), rows)
         of_up: list[Tensor] = []
-        if up is not None:
+        if experts.up_a is not None and experts.up_b is not None:
             assert low_up_SR is not None and grad_low_up_SR is not None
             x_SH = x_TH.new_empty(len(rows.order), hidden)
             gather(x_TH, rows, x_SH)
-            of_up = [up.grad_a(x_SH, grad_low_up_SR, rows), up.grad_b(low_up_SR, grad_SU[:, :num_outputs], rows)]
+            of_up = [experts.up_a.gradient(grad_low_up_SR, x_SH, rows)]
+            of_up += [experts.up_b.gradient(low_up_SR, grad_SU[:, :num_outputs], rows)]
         return grad_x_TH, grad_w_TK, None, None, *of_up, *of_down
 
 
@@ -240,10 +237,8 @@ class _Down(torch.autograd.Function):
         experts: Experts,
         *_: Tensor,
     ) -> Tensor:
-        rows, (_up, down) = experts.rows, experts.adapters
-        b_ERO = _t(experts.b(down, act_SI.dtype))
-        out_SH = product(with_low_rank(act_SI, low_SR), experts.down, b_ERO, experts.is_transposed, rows)
-        y_TH = combine(out_SH, rows)
+        rows, input_SI = experts.rows, with_low_rank(act_SI, low_SR)
+        y_TH = combine(product(input_SI, experts.down, experts.down_b, experts.is_transposed, rows), rows)
         if experts.down_bias is not None:
             y_TH += _spread(w_TK, index_TK, experts.num_experts).to(y_TH.dtype) @ experts.down_bias
             ctx.index_TK, ctx.weights_dtype = index_TK, w_TK.dtype
@@ -255,21 +250,17 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TH,), experts, low_SR = grads, cast(Experts, ctx.experts), ctx.low_SR
         ctx.experts = ctx.low_SR = None
-        rows, (_up, down), hidden = experts.rows, experts.adapters, grad_TH.shape[1]
+        rows, hidden = experts.rows, grad_TH.shape[1]
         gathered = partial(gather, grad_TH, rows)
-        grad_SH, grad_low_SR = beside_low_rank(hidden, gathered, experts.b(down, grad_TH.dtype), rows, grad_TH)
-        a_ERI = experts.a(down, grad_TH.dtype)
-        grad_act_SI = product(grad_SH, experts.down, a_ERI, not experts.is_transposed, rows)
+        grad_SH, grad_low_SR = beside_low_rank(hidden, gathered, experts.down_b, rows, grad_TH)
+        grad_act_SI = product(grad_SH, experts.down, experts.down_a, not experts.is_transposed, rows)
         grad_w_TK = None
         if ctx.needs_input_grad[2] and experts.down_bias is not None:
             grad_w_TK = (grad_TH @ experts.down_bias.t()).gather(1, ctx.index_TK).to(ctx.weights_dtype)
-        of_down = [] if down is None else [down.grad_b(low_SR, grad_SH[:, :hidden], rows)]
+        of_down = []
+        if experts.down_b is not None:
+            of_down = [experts.down_b.gradient(low_SR, grad_SH[:, :hidden], rows)]
         return grad_act_SI, grad_low_SR, grad_w_TK, None, None, *of_down
-
-
-def _t(matrices: Tensor | None) -> Tensor | None:
-    """Each expert's matrix transposed; None stays None."""
-    return None if matrices is None else matrices.transpose(1, 2)
 
 
 def _spread(w_TK: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:

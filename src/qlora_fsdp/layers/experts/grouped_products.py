@@ -10,13 +10,15 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qlora_fsdp.layers.experts.adapter import ExpertMatrix
 from qlora_fsdp.layers.experts.rows import Rows
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 
-# What the dequantized weights of one product may take: as much as the rows that go in and come out, within these
-# bounds. If all experts need more, some of the product's columns are made at a time, for all experts, which asks the
-# GPU for no numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time, and a long
-# one loses nothing: each slice reads all rows that go in, and copies what comes out into its columns.
+# What the dequantized weights of one product may take: four times as much as the rows that go in and come out, within
+# these bounds. If all experts need more, some of the product's columns are made at a time, for all experts, which asks
+# the GPU for no numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time. A longer
+# one would lose time: each slice reads all rows that go in, and copies what comes out into its columns.
+SLICE_FOR_ROWS = 4
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**29, 2**30
 COLUMNS_MULTIPLE = 64  # columns of a block of a 4-bit weight
 
@@ -24,7 +26,7 @@ ExpertWeight = QuantizedExpertWeight | nn.Parameter
 
 
 def beside_low_rank(
-    width: int, fill: Callable[[Tensor], None], low_rank: Tensor | None, rows: Rows, like: Tensor
+    width: int, fill: Callable[[Tensor], None], low_rank: ExpertMatrix | None, rows: Rows, like: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A factor of a large product, with the low-rank product that is to be added to it in columns of its own.
 
@@ -34,20 +36,20 @@ def beside_low_rank(
     Args:
         width: columns of the factor itself.
         fill: writes the factor [S, width] into a tensor whose rows are strided.
-        low_rank: [E, width, R], what the factor is multiplied by for the low-rank product; None without adapter.
+        low_rank: what the factor is multiplied by for the low-rank product, of this width; None without adapter.
         rows: which rows belong to which expert.
         like: a tensor of the dtype and device wanted.
 
     Returns:
         [S, width + R], and the low-rank product [S, R], a tensor of its own; None without adapter.
     """
-    rank = 0 if low_rank is None else low_rank.shape[2]
+    rank = 0 if low_rank is None else low_rank.rank
     both = like.new_empty(len(rows.order), width + rank)
     factor = both[:, :width]
     fill(factor)
     if low_rank is None:
         return both, None
-    low = F.grouped_mm(factor, low_rank, offs=rows.ends)
+    low = F.grouped_mm(factor, low_rank.to(like.dtype).transpose(1, 2), offs=rows.ends)
     both[:, width:] = low
     return both, low
 
@@ -59,13 +61,15 @@ def with_low_rank(factor: Tensor, low_rank: Tensor | None) -> Tensor:
     return factor.as_strided(shape, factor.stride(), factor.storage_offset())
 
 
-def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_over_rows: bool, rows: Rows) -> Tensor:
+def product(
+    input_SK: Tensor, weight: ExpertWeight, extra: ExpertMatrix | None, sums_over_rows: bool, rows: Rows
+) -> Tensor:
     """Each row of the input times the weight of its expert: [S, N].
 
     Args:
         input_SK: its columns are the dimension that is summed over, then those of the low-rank product.
         weight: the weights of all experts, [E, rows, columns].
-        extra: the rest of the low-rank product [E, R, N]; None without adapter.
+        extra: what the columns of the low-rank product are multiplied by, of width N; None without adapter.
         sums_over_rows: whether the sum runs over the weight's rows (y = x W) or its columns (y = x W^T).
         rows: which rows belong to which expert.
     """
@@ -90,15 +94,17 @@ def slice_width(input_SK: Tensor, num_experts: int, num_outputs: int) -> int:
     """How many of a product's columns are made at a time, in slices that are about equal."""
     column_bytes = num_experts * input_SK.shape[1] * input_SK.dtype.itemsize
     row_bytes = (input_SK.shape[1] + num_outputs) * input_SK.dtype.itemsize
-    most_bytes = min(MAX_SLICE_BYTES, max(MIN_SLICE_BYTES, input_SK.shape[0] * row_bytes))
+    most_bytes = min(MAX_SLICE_BYTES, max(MIN_SLICE_BYTES, SLICE_FOR_ROWS * input_SK.shape[0] * row_bytes))
     num_slices = -(num_outputs * column_bytes // -most_bytes)
     return -(num_outputs // -(num_slices * COLUMNS_MULTIPLE)) * COLUMNS_MULTIPLE
 
 
-def _factor(weight: ExpertWeight, extra: Tensor | None, columns: slice, sums_over_rows: bool, like: Tensor) -> Tensor:
+def _factor(
+    weight: ExpertWeight, extra: ExpertMatrix | None, columns: slice, sums_over_rows: bool, like: Tensor
+) -> Tensor:
     """The weights of some columns of a product with those of the low-rank product: [E, K + R, n] in `like`'s dtype."""
     num_experts, num_rows, num_columns = weight.shape
-    rank, first, size = 0 if extra is None else extra.shape[1], columns.start, columns.stop - columns.start
+    rank, first, size = 0 if extra is None else extra.rank, columns.start, columns.stop - columns.start
     if sums_over_rows:
         both = like.new_empty(num_experts, num_rows + rank, size)
         target, first_row, first_column = both[:, :num_rows], 0, first
@@ -111,5 +117,5 @@ def _factor(weight: ExpertWeight, extra: Tensor | None, columns: slice, sums_ove
         target.copy_(weight[:, first_row : first_row + target.shape[1], first_column : first_column + target.shape[2]])
     factor = both if sums_over_rows else both.transpose(1, 2)
     if extra is not None:
-        factor[:, -rank:] = extra[:, :, columns]
+        extra.fill(factor[:, -rank:], first)
     return factor

@@ -55,7 +55,7 @@ def sort_rows(index_TK: Tensor, num_experts: int) -> Rows:
 
 def gather(x_TH: Tensor, rows: Rows, out: Tensor) -> None:
     """Write each row's token into `out` [S, H], whose rows may be strided."""
-    if _uses_kernels(x_TH):
+    if uses_kernels(x_TH):
         from qlora_fsdp.layers.kernels import triton_experts
 
         triton_experts.gather(x_TH, rows.token, out)
@@ -65,7 +65,7 @@ def gather(x_TH: Tensor, rows: Rows, out: Tensor) -> None:
 
 def combine(x_SH: Tensor, rows: Rows) -> Tensor:
     """The sum of each token's rows [T, H], added in float32."""
-    if _uses_kernels(x_SH):
+    if uses_kernels(x_SH):
         from qlora_fsdp.layers.kernels import triton_experts
 
         y_TH: Tensor = triton_experts.combine(x_SH, rows.position)
@@ -75,7 +75,7 @@ def combine(x_SH: Tensor, rows: Rows) -> Tensor:
 
 def activate(y_SU: Tensor, w_S: Tensor, activation: Activation, out: Tensor) -> None:
     """Write the activated rows times their routing weights into `out` [S, I], whose rows may be strided."""
-    if activation.gate is not None and _uses_kernels(y_SU):
+    if activation.gate is not None and uses_kernels(y_SU):
         from qlora_fsdp.layers.kernels import triton_experts
 
         triton_experts.activate(y_SU, w_S, activation.gate, out)
@@ -106,7 +106,7 @@ class ActivationBackward:
     def __call__(self, out: Tensor) -> None:
         """Compute the gradients; `out` [S, U] may have strided rows."""
         y_SU, w_S, grad_SI, activation = self.y_SU, self.w_S, self.grad_SI, self.activation
-        if activation.gate is not None and _uses_kernels(y_SU):
+        if activation.gate is not None and uses_kernels(y_SU):
             from qlora_fsdp.layers.kernels import triton_experts
 
             found = triton_experts.activate_backward(y_SU, w_S, grad_SI, activation.gate, out)
@@ -122,5 +122,6 @@ class ActivationBackward:
         self.grad_w_S = (grad_SI.float() * act_SI.float()).sum(1)
 
 
-def _uses_kernels(x: Tensor) -> bool:
+def uses_kernels(x: Tensor) -> bool:
+    """Whether the functions of experts run Triton's kernels on a tensor, or on meta stand for that."""
     return runs_kernels(x) and (x.is_meta or has_triton())

@@ -1,6 +1,7 @@
-"""Triton kernels that move and activate the rows of experts (layers/experts/rows.py). Imported on GPUs only.
+"""Triton kernels that move and activate the rows of experts (layers/experts/rows.py), and convert their adapters.
 
-Each passes over the memory once. Shapes: T tokens, K experts per token, S = T K rows, H hidden size, I inner size.
+Imported on GPUs only. Each passes over the memory once. Shapes: T tokens, K experts per token, S = T K rows, H hidden
+size, I inner size; E experts, R the rank of an adapter, X the other dimension of one of its matrices.
 """
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
@@ -13,6 +14,7 @@ from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 from qlora_fsdp.layers.kernels.triton_gate import _activate
 
 MAX_BLOCK = 2048  # columns that a program holds at a time
+TILE = 8192, 2048  # elements of adapters that a program converts, with and without transposing them
 Gate = tuple[str, bool, float, float, float]  # the fields of expert_gate.Gate
 
 
@@ -142,6 +144,37 @@ def _activate_backward_kernel(
     tl.store(grad_weight + row, tl.sum(total, 0))
 
 
+@kernel
+@triton.jit
+def _write_matrices_kernel(
+    source,
+    out,
+    factor,
+    num_experts,
+    source_rank,
+    rank,
+    width,
+    source_expert_stride,
+    source_rank_stride,
+    source_stride,
+    expert_stride,
+    rank_stride,
+    stride,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write a tile of EXPERTS x RANKS x COLUMNS. Its loads and stores each follow the layout of their own side."""
+    column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, None, :]
+    expert = (tl.program_id(1).to(tl.int64) * EXPERTS + tl.arange(0, EXPERTS))[:, None, None]
+    row = (tl.program_id(2).to(tl.int64) * RANKS + tl.arange(0, RANKS))[None, :, None]
+    is_there = (expert < num_experts) & (column < width)
+    places = expert * source_expert_stride + row * source_rank_stride + column * source_stride
+    values = tl.load(source + places, mask=is_there & (row < source_rank), other=0.0).to(tl.float32) * factor
+    places = expert * expert_stride + row * rank_stride + column * stride
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=is_there & (row < rank))
+
+
 def gather(x_TH: Tensor, token_S: Tensor, out: Tensor) -> None:
     """out[s] = x[token[s]]; `out` [S, H] may have strided rows."""
     width = x_TH.shape[1]
@@ -212,6 +245,31 @@ def activate_backward(y_SU: Tensor, w_S: Tensor, grad_SI: Tensor, gate: Gate, ou
         num_warps=4,
     )
     return act, grad_w
+
+
+def write_matrices(source_ERX: Tensor, factor: float, out_ERX: Tensor) -> None:
+    """out = source * factor, multiplied in float32; ranks that the source does not have are zero. Both are strided."""
+    num_experts, rank, width = out_ERX.shape
+    transposes = 1 in (source_ERX.stride(0), out_ERX.stride(0))  # one side has experts next to one another
+    experts = min(32, triton.next_power_of_2(num_experts)) if transposes else 1
+    ranks = min(16, triton.next_power_of_2(rank))
+    columns = TILE[0 if transposes else 1] // (experts * ranks)
+    grid = triton.cdiv(width, columns), triton.cdiv(num_experts, experts), triton.cdiv(rank, ranks)
+    _write_matrices_kernel[grid](
+        source_ERX,
+        out_ERX,
+        factor,
+        num_experts,
+        source_ERX.shape[1],
+        rank,
+        width,
+        *source_ERX.stride(),
+        *out_ERX.stride(),
+        EXPERTS=experts,
+        RANKS=ranks,
+        COLUMNS=columns,
+        num_warps=8 if transposes else 4,
+    )
 
 
 def _block(width: int) -> int:
