@@ -1,17 +1,10 @@
 """What this program knows about families of models; whatever treats them differently reads it here.
 
-A family that is missing here still trains, with norms and residuals computed one by one. Whether rows are packed is no
-matter of families (model/trials/packing.py tries it), nor is the memory plan (tracing/).
+A family that is missing here still trains, with fewer of Liger's kernels. Whether rows are packed is no matter of
+families (model/trials/packing.py tries it), nor is the memory plan (tracing/).
 """
 
 from __future__ import annotations
-
-# transformers' classes of decoder layers that compute x + self_attn(input_layernorm(x)), then
-# x + mlp(post_attention_layernorm(x)), and no more.
-PRENORM_LAYERS = (
-    *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "SmolLM3DecoderLayer"),
-    "Phi3DecoderLayer",
-)
 
 # The settings of `kernels` for which Liger has kernels, by the `model_type` of the model's config. A plan is made on
 # hosts without Liger too; a run asks the package itself, and a test compares the two.

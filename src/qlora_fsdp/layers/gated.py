@@ -60,9 +60,9 @@ def find_gated(module: nn.Module) -> Gated | None:
     if len(linears) not in (2, 3) or has_more:
         return None
     key = (
-        *_facts(module),
+        *facts(module),
         *((name, base.bias is not None) for name, base in linears.items()),
-        *((name, *_facts(part)) for child in others.values() for name, part in child.named_modules()),
+        *((name, *facts(part)) for child in others.values() for name, part in child.named_modules()),
     )
     if key not in _PROVEN:
         _PROVEN[key] = _prove(module, linears)
@@ -75,8 +75,8 @@ def _linear(child: nn.Module | None) -> nn.Linear | None:
     return base if isinstance(base, nn.Linear) else None
 
 
-def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """Everything but weights that a module's result may depend on: its class and its attributes."""
+def facts(module: nn.Module) -> tuple[Any, ...]:
+    """Everything but weights and children that a module's result may depend on: its class and its attributes."""
     attributes = {key: value for key, value in vars(module).items() if key != "forward"}
     return type(module), *((k, v) for k, v in attributes.items() if isinstance(v, _SIMPLE) or callable(v))
 
@@ -98,7 +98,7 @@ def _prove(module: nn.Module, linears: Mapping[str, nn.Linear]) -> Gated | None:
                 probe._modules = {**copy.deepcopy(probe._modules), **small}
                 found = _run(probe, x)
                 for activation, function in _ACTIVATIONS.items():
-                    if found is not None and _is_equal(found, _compute([*small.values()], function, x)):
+                    if found is not None and is_equal(found, _compute([*small.values()], function, x)):
                         return Gated(names, activation)
     return None
 
@@ -134,7 +134,8 @@ def _compute(layers: Sequence[nn.Linear], activation: Callable[[Tensor], Tensor]
     return cast(Tensor, down(activation(gate) * up))
 
 
-def _is_equal(found: Tensor, expected: Tensor) -> bool:
+def is_equal(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results of a probe are the same but for roundings; they are [..., SIZE]."""
     if found.shape != expected.shape or not found.isfinite().all():
         return False
     return bool(((found - expected).abs().amax(-1) <= TOLERANCE * expected.abs().amax(-1)).all())

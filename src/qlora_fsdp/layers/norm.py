@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from qlora_fsdp.layers.kernels.launch import runs_kernels
 
 Recompute = Callable[[Tensor], Tensor]
 
@@ -75,43 +72,6 @@ def normalize_as_stored(normalize: Recompute, x: Tensor) -> Tensor:
     if x.ndim == 4 and not x.is_contiguous() and (stored := x.transpose(1, 2)).is_contiguous():
         return normalize(stored).transpose(1, 2)
     return normalize(x)
-
-
-class PreNorm(nn.Module):
-    """The forward of a pre-norm transformer layer in which each norm is one function with the residual beside it.
-
-    A residual stream x goes two ways, through a norm and past it, so it gets two gradients. Autograd would add them in
-    a pass of its own over memory, twice per layer, and would also compute a gradient for the norm's weight, which is
-    frozen here. The backward of `NormAndResidual` does the addition while it writes the gradient of the norm.
-
-    It is mixed into transformers' own class of the layer.
-    """
-
-    last_norm: LastNorm | None = None
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """x_BLD -> y_BLD; the other arguments are the attention's."""
-        layer: Any = self
-        x, residual = norm_and_residual(layer.input_layernorm, hidden_states, layer.last_norm)
-        x, _ = layer.self_attn(hidden_states=x, **kwargs)
-        x, residual = norm_and_residual(layer.post_attention_layernorm, residual + x, layer.last_norm)
-        return residual + layer.mlp(x)  # type: ignore[no-any-return]
-
-
-def norm_and_residual(norm: Any, x: Tensor, last_norm: LastNorm | None) -> tuple[Tensor, Tensor]:
-    """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
-    if not runs_kernels(x) or norm.weight.requires_grad:
-        return norm(x), x
-    y, residual = NormAndResidual.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
-    if last_norm is not None:  # the norm's own forward did not run, so it has remembered nothing
-        last_norm.remember(residual, y, partial(_normalize, norm))
-    return y, residual
-
-
-def _normalize(norm: Any, x: Tensor) -> Tensor:
-    from qlora_fsdp.layers.kernels import triton_norm
-
-    return triton_norm.forward(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)[0].view(x.shape)
 
 
 class NormAndResidual(torch.autograd.Function):

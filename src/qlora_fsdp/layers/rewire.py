@@ -17,22 +17,21 @@ modules of this folder define the changes. Only this module makes them, at four 
     a layer's activation policy     recompute_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
-A gated MLP is recognised by what it computes (gated.py), q, k and v by their names. A layer that fits none of this
-stays as it is.
+Pre-norm layers and gated MLPs are recognised by what they compute (prenorm.py, gated.py), q, k and v by their names. A
+layer that fits none of this stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import NamedTuple, cast
 
 from torch import nn
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.families import PRENORM_LAYERS
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
 from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
@@ -40,7 +39,8 @@ from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
-from qlora_fsdp.layers.norm import LastNorm, PreNorm, is_rms_norm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.norm import LastNorm, is_rms_norm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.prenorm import join_norms
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.tiles import TiledModule
@@ -111,7 +111,7 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
     modules = list(model.modules())
     if norms:
         for module in modules:
-            _join_norms(module)
+            join_norms(module)
     num_groups = sum(_group_same_input(module) for module in modules)
     num_groups += sum(_fuse_mlp(module) for module in modules)
     for module in modules:
@@ -119,21 +119,6 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
             if isinstance(norm := module._modules.get(name), nn.Module):
                 norm.forward = partial(normalize_as_stored, norm.forward)
     return num_groups
-
-
-def _join_norms(layer: nn.Module) -> None:
-    """Give a transformer layer the forward of `PreNorm`, if its own computes just that.
-
-    This takes a class, not a `forward` of the instance: to recompute a layer, transformers calls its class's forward.
-    """
-    drops = any(child.p > 0 for child in layer.children() if isinstance(child, nn.Dropout))
-    if type(layer).__name__ in PRENORM_LAYERS and not drops:
-        layer.__class__ = _with_joined_norms(cast(Any, type(layer)))
-
-
-@cache
-def _with_joined_norms(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (PreNorm, kind), {"__module__": kind.__module__})
 
 
 def _group_same_input(module: nn.Module) -> bool:

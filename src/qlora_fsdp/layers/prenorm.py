@@ -1,0 +1,183 @@
+"""Pre-norm transformer layers whose norms and residuals are computed together.
+
+Which layers are such is proven: their own forward is run with small stand-ins in the place of norms, attention and MLP,
+as for gated MLPs (gated.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from itertools import permutations, product
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from qlora_fsdp.layers.gated import SCALES, SIZE, facts, is_equal
+from qlora_fsdp.layers.kernels.launch import runs_kernels
+from qlora_fsdp.layers.liger import stock_classes
+from qlora_fsdp.layers.norm import LastNorm, NormAndResidual, is_rms_norm
+from qlora_fsdp.runtime.hardware import is_shortage
+
+
+class Roles(NamedTuple):
+    """The names of the children of a layer that computes x + attention(norm(x)), then x + mlp(second_norm(x))."""
+
+    norm: str
+    attention: str
+    second_norm: str
+    mlp: str
+
+
+class PreNorm(nn.Module):
+    """The forward of a pre-norm transformer layer in which each norm is one function with the residual beside it.
+
+    A residual stream x goes two ways, through a norm and past it, so it gets two gradients. Autograd would add them in
+    a pass of its own over memory, twice per layer, and would also compute a gradient for the norm's weight, which is
+    frozen here. The backward of `NormAndResidual` does the addition while it writes the gradient of the norm.
+
+    It is mixed into transformers' own class of the layer.
+    """
+
+    roles: Roles
+    last_norm: LastNorm | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x_BLD -> y_BLD; the other arguments are the attention's, by their names."""
+        if args:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        norm, attention, second_norm, mlp = (self._modules[name] for name in self.roles)
+        assert attention is not None and mlp is not None
+        x, residual = norm_and_residual(norm, hidden_states, self.last_norm)
+        x, _ = attention(hidden_states=x, **kwargs)
+        x, residual = norm_and_residual(second_norm, residual + x, self.last_norm)
+        return residual + mlp(x)  # type: ignore[no-any-return]
+
+
+def norm_and_residual(norm: Any, x: Tensor, last_norm: LastNorm | None) -> tuple[Tensor, Tensor]:
+    """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
+    if not runs_kernels(x) or norm.weight.requires_grad:
+        return norm(x), x
+    y, residual = NormAndResidual.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
+    if last_norm is not None:  # the norm's own forward did not run, so it has remembered nothing
+        last_norm.remember(residual, y, partial(_normalize, norm))
+    return y, residual
+
+
+def _normalize(norm: Any, x: Tensor) -> Tensor:
+    from qlora_fsdp.layers.kernels import triton_norm
+
+    return triton_norm.forward(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)[0].view(x.shape)
+
+
+def join_norms(layer: nn.Module) -> None:
+    """Give a transformer layer the forward of `PreNorm`, if its own computes just that.
+
+    This takes a class, not a `forward` of the instance: to recompute a layer, transformers calls its class's forward.
+    """
+    if (roles := find_roles(layer)) is not None:
+        layer.__class__ = _with_joined_norms(cast(Any, type(layer)), roles)
+
+
+@cache
+def _with_joined_norms(kind: Any, roles: Roles) -> type[nn.Module]:
+    return type(kind.__name__, (PreNorm, kind), {"__module__": kind.__module__, "roles": roles})
+
+
+def find_roles(layer: nn.Module) -> Roles | None:
+    """Recognise a pre-norm layer; None if it computes anything else, or has other norms than the kernel.
+
+    Args:
+        layer: as transformers made it, on any device; what is in it may be quantized and adapted.
+    """
+    if layer._parameters or layer._buffers:
+        return None
+    children = {name: child for name, child in layer._modules.items() if child is not None}
+    norms = [name for name, child in children.items() if is_rms_norm(child)]
+    others = [name for name, child in children.items() if name not in norms and any(True for _ in child.parameters())]
+    if len(norms) != 2 or len(others) != 2 or not all(_is_as_in_the_kernel(children[name]) for name in norms):
+        return None
+    every = (Roles(n, a, s, m) for (n, s), (a, m) in product(permutations(norms), permutations(others)))
+    return next((roles for roles in every if _has_roles(layer, roles)), None)
+
+
+class _StandIn(nn.Module):
+    """Stands for a norm or an MLP; or for an attention, which returns its weights too and remembers its arguments."""
+
+    def __init__(self, is_attention: bool) -> None:
+        super().__init__()
+        self.weight, self.is_attention, self.kwargs = torch.randn(SIZE, SIZE), is_attention, dict[str, Any]()
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        self.kwargs = kwargs
+        y = hidden_states @ self.weight
+        return (y, None) if self.is_attention else y
+
+
+@cache
+def _make_probe() -> tuple[Tensor, Tensor, tuple[_StandIn, ...]]:
+    """An input, what a pre-norm layer makes of it, and what stands for its parts, in the order of `Roles`."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        x = torch.randn(len(SCALES), 3, SIZE) * torch.tensor(SCALES).view(-1, 1, 1)
+        stand_ins = tuple(_StandIn(is_attention) for is_attention in (False, True, False, False))
+    norm, attention, second_norm, mlp = stand_ins
+    between = x + attention(norm(x))[0]
+    return x, between + mlp(second_norm(between)), stand_ins
+
+
+def _has_roles(layer: nn.Module, roles: Roles) -> bool:
+    """Whether the layer's own forward gives what `PreNorm` gives, and hands all arguments on to the attention."""
+    x, expected, stand_ins = _make_probe()
+    small = dict(zip(roles, stand_ins, strict=True))
+    probe = copy.copy(layer)
+    probe._modules = {name: small.get(name) or copy.deepcopy(child) for name, child in layer._modules.items()}
+    probe.train()  # where anything is dropped, it shows
+    kwargs: dict[str, Any] = {"attention_mask": x, "position_ids": x, "past_key_values": None, "use_cache": False}
+    kwargs |= {"position_embeddings": (x, x), "of_an_attention": x}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            found = type(layer).forward(probe, x, **kwargs)
+    except Exception as error:  # it wants other arguments, or more of its children than they are here
+        if is_shortage(error):
+            raise
+        return False
+    arrived = small[roles.attention].kwargs
+    arrives = arrived.keys() == kwargs.keys() and all(arrived[name] is value for name, value in kwargs.items())
+    return arrives and isinstance(found, Tensor) and is_equal(found, expected)
+
+
+_norms: dict[Any, bool] = {}
+
+
+def _is_as_in_the_kernel(norm: nn.Module) -> bool:
+    """Whether a norm computes what kernels/triton_norm.py does, which rounds before it multiplies with the weight.
+
+    Of Liger's norms, which compute on GPUs alone, the classes are asked in whose places they stand.
+    """
+    eps = getattr(norm, "variance_epsilon", None)
+    if eps is None or list(norm._parameters) != ["weight"] or norm._modules:
+        return False
+    if (key := facts(norm)) not in _norms:
+        kinds = stock_classes(type(norm)) or [type(norm)]
+        _norms[key] = all(_normalizes(kind, norm, eps) for kind in kinds)
+    return _norms[key]
+
+
+def _normalizes(kind: Any, norm: nn.Module, eps: float) -> bool:
+    """Whether the forward of a class of norms, with a norm's attributes, is the kernel's, to the bit in bfloat16."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        x = (torch.randn(len(SCALES), 3, SIZE) * torch.tensor(SCALES).view(-1, 1, 1)).bfloat16()
+        weight, wide = torch.randn(SIZE).bfloat16(), x.float()
+        probe = kind.__new__(kind)
+        probe.__dict__.update(vars(norm), _parameters={"weight": nn.Parameter(weight)})
+        try:
+            found = kind.forward(probe, x)
+        except Exception as error:  # it has other attributes
+            if is_shortage(error):
+                raise
+            return False
+        expected = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).bfloat16()
+        return isinstance(found, Tensor) and torch.equal(found, expected)
