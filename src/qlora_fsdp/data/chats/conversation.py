@@ -16,7 +16,16 @@ from qlora_fsdp.data.chats.markers import explain_no_template
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_texts, has_generation_marks
 from qlora_fsdp.data.chats.turn_kinds import can_trace
 from qlora_fsdp.data.chats.turns import find_turns
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, called_name, is_trained
+from qlora_fsdp.data.row import (
+    EMPTY,
+    NO_TARGET,
+    REFUSED,
+    BadRow,
+    as_template_sees,
+    called_name,
+    function_of,
+    is_trained,
+)
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 
@@ -155,8 +164,8 @@ def _written_calls(conversation: Conversation, text: str, calling: list[int]) ->
 
 def _tag_call(call: Any, number: int) -> Any:
     """The call with a tag after the name of its function, if it has one."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = function_of(call)
+    if function is None or not isinstance(function.get("name"), str):
         return call
     tagged = {**function, "name": f"{function['name']}\ue001{number}\ue002"}
     return {**call, "function": tagged} if function is not call else tagged
