@@ -19,7 +19,7 @@ from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_
 from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.adapter_tables import untrained_tables, whole_weights
+from qlora_fsdp.config.adapter_tables import PREFIX, untrained_tables, whole_weights
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.config.settings import show
 
@@ -88,7 +88,7 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     shapes = read_shapes(folder, setting)
     embedded = sorted(key.rpartition(".")[0] for key in shapes if key.endswith(".lora_embedding_A"))
     if embedded:
-        names = ", ".join(key.removeprefix("base_model.model.") for key in embedded)
+        names = ", ".join(key.removeprefix(PREFIX) for key in embedded)
         raise AdapterError(
             f"{what} adapts embeddings ({names}), which is not here. Set {setting} to an adapter of linear layers; "
             "one whose modules_to_save has the embeddings will do."
@@ -186,7 +186,7 @@ def _adapted(shapes: Mapping[str, Any], what: str, modules: Any, parameters: Col
         parameters: its `target_parameters`: parameters' names, or ends of names that are cut at a dot.
     """
     ending = ".lora_A.weight"
-    stored = [key.removeprefix("base_model.model.") for key in shapes if key.endswith(ending)]
+    stored = [key.removeprefix(PREFIX) for key in shapes if key.endswith(ending)]
     names = sorted({re.sub(r"(\.base_layer)*$", "", key.removesuffix(ending)) for key in stored})
     keys = {name.rpartition(".")[2] for name in parameters} - {"weight"}
 

@@ -26,12 +26,11 @@ from torch.nn import functional as F
 from qlora_fsdp.common.errors import AdapterError, RunFolderError
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_tables import PREFIX
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.experts import expert_weights, is_apart
 from qlora_fsdp.weights.composed import ComposedTensor
-
-PREFIX = "base_model.model."
 
 
 def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
