@@ -8,10 +8,9 @@ sequence (`distributed.context_parallel=auto`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO
@@ -98,7 +97,7 @@ def ways_to_share(work: Workload) -> Iterator[Workload]:
     """
     config = work.config
     is_open = config.distributed.context_parallel == AUTO and config.training.micro_batch_size in (AUTO, 1)
-    most = math.gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
+    most = gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
     for num_slices in range(2, most + 1):
         shared = _with_values(work, {"distributed.context_parallel": num_slices})
         is_possible = most % num_slices == 0 and next(check_context_parallel(shared.config), None) is None
