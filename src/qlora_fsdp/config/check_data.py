@@ -13,10 +13,9 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number, printable
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
 from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixUntil, ProblemType, TaskName
+from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, MixUntil, ProblemType, TaskName
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, is_default, problem_with, show, value_of
 
-_CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # What data.columns can rename: the keys that data/columns.py and data/labels.py look for.
 _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
@@ -54,10 +53,9 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _find_no_template(template: str | None) -> str | None:
     """Why there is no chat template of this name; None: there is one, or none is asked for."""
-    shipped = sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
-    if template is None or template in shipped or _is_file(template):
+    if template is None or template in CHAT_TEMPLATES or _is_file(template):
         return None
-    return f"neither a file nor one of {', '.join(shipped)}"
+    return f"neither a file nor one of {', '.join(CHAT_TEMPLATES)}"
 
 
 def _paths(config: Config, key: str) -> Iterator[Problem]:
