@@ -8,7 +8,7 @@ sequence (`distributed.context_parallel=auto`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd, inf
 from typing import Any
@@ -167,7 +167,7 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
         launched = _with_values(work, {"compute.cuda_graph": False})  # kernel by kernel, which keeps less memory
         return replace(_choose_rest(launched, target, gpu, host), gives_up_graph=True)
     if not fitting:
-        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
+        return _smallest(choices, target)
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
     # All of these are about equally fast, so take the smallest micro-batch, which needs the least memory. Of equal
     # sizes take the one with the least in host memory, which takes time to pin; of equal ones the fastest, the first.
@@ -224,6 +224,11 @@ def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Ch
     choices = [Choice(plan, plan.needed <= target and plan.host_needed <= host) for plan in plans]
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
-        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
+        return _smallest(choices, target)
     fastest = max(_speed(choice, gpu) for choice in fitting)
     return next(choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * fastest)
+
+
+def _smallest(choices: Iterable[Choice], target: float) -> Choice:
+    """The one that needs least of the GPU's memory; of those that all keep to `target`, least of the host's."""
+    return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
