@@ -84,7 +84,7 @@ def check_row(
         for key in NOT_TEXT:
             if row.get(key):
                 raise BadRow(WRONG_KEYS, f"the row has {key}, and training is on text alone")
-        messages = [{**message, "content": join_parts(message.get("content"))} for message in row["messages"]]
+        messages = [{**message, "content": _join_parts(message.get("content"))} for message in row["messages"]]
         row = {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
         system = row.get("system")
         return form, add_system_prompt(row, system) if isinstance(system, str) and system else row
@@ -234,7 +234,7 @@ def _check_messages(messages: Any) -> None:
                 raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
 
 
-def join_parts(content: Any) -> Any:
+def _join_parts(content: Any) -> Any:
     """The content of a message. Parts that are all text are joined, because most templates know text alone."""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return content

@@ -102,7 +102,7 @@ class RunState:
         return "loss" if self.eval_loss is None else "evaluation loss"
 
 
-def is_run_folder(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     """Whether a run has been started in this folder."""
     return (folder / CONFIG_FILE).is_file() and (folder / ENVIRONMENT_FILE).is_file()
 
@@ -118,7 +118,7 @@ def find_runs(folder: Path) -> list[Path]:
     found = []
     for path, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in ("adapter", CHECKPOINTS)]
-        if is_run_folder(Path(path)):
+        if _is_run_folder(Path(path)):
             found.append(Path(path))
     return sorted(found)
 
@@ -276,7 +276,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 def _status(folder: Path) -> str:
     """The status of a run without a summary."""
-    if not is_run_folder(folder):
+    if not _is_run_folder(folder):
         return "new"
     files = [folder / name for name in (METRICS_FILE, LOG_FILE, ENVIRONMENT_FILE)]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)

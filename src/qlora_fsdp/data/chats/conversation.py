@@ -55,7 +55,7 @@ def format_messages(
         text, marks = trace.text, trace.marks
     else:
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
-    check_calls(conversation, text, trace)
+    _check_calls(conversation, text, trace)
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
     spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
@@ -99,7 +99,7 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
 
 
-def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
+def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
     Raises:
