@@ -119,6 +119,17 @@ def test_classes_of_linear_layers(has_bias: bool):
     assert not computes_linear(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64, has_bias)))
 
 
+def test_a_class_whose_trial_takes_too_much_memory_is_not_called_another_kind():
+    class Large(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+    layer = nn.Linear(64, 64, device="meta")
+    layer.__class__ = Large
+    with pytest.raises(MemoryError):
+        computes_linear(layer)
+
+
 def test_a_layer_that_computes_something_of_its_own_is_left_out():
     model = on_meta("deepseek_v4")
     left_out = find_left_out(model, LoraConfig(), ())

@@ -93,12 +93,12 @@ def begin(detail: str = "") -> None:
     leave_working_folder_out()
     if PARENT_PID in os.environ:
         os.environ.pop(LOOKS_FOR_GPUS, None)
-    mend_streams()
+    _mend_streams()
     end_with_parent()
-    end_at_once(detail)
+    _end_at_once(detail)
 
 
-def mend_streams() -> None:
+def _mend_streams() -> None:
     """Opens the null device where a standard stream is closed, and lets stdout take letters that its encoding has not.
 
     A file that is opened next would take the place of a closed stream, and get what libraries print.
@@ -177,7 +177,7 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def end_at_once(detail: str) -> None:
+def _end_at_once(detail: str) -> None:
     """Lets SIGINT end this process with one line and the exit code of a shell, until another handler is set.
 
     Without it, Ctrl-C during the imports that a command begins with would print their tracebacks.

@@ -19,7 +19,7 @@ from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_
 from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.adapter_tables import untrained_tables, whole_weights
+from qlora_fsdp.config.adapter_tables import PREFIX, untrained_tables, whole_weights
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.config.settings import show
 
@@ -85,10 +85,10 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     odd = next(_find_odd(saved), None)
     if odd is not None:
         raise AdapterError(f"{what}: {odd} in adapter_config.json is not what PEFT writes. Copy it again.")
-    shapes = read_shapes(folder, what)
+    shapes = read_shapes(folder, setting)
     embedded = sorted(key.rpartition(".")[0] for key in shapes if key.endswith(".lora_embedding_A"))
     if embedded:
-        names = ", ".join(key.removeprefix("base_model.model.") for key in embedded)
+        names = ", ".join(key.removeprefix(PREFIX) for key in embedded)
         raise AdapterError(
             f"{what} adapts embeddings ({names}), which is not here. Set {setting} to an adapter of linear layers; "
             "one whose modules_to_save has the embeddings will do."
@@ -127,7 +127,7 @@ def read_adapter_config(folder: Path, setting: str) -> dict[str, Any]:
         ) from error
 
 
-def read_shapes(folder: Path, what: str) -> dict[str, tuple[int, ...]]:
+def read_shapes(folder: Path, setting: str) -> dict[str, tuple[int, ...]]:
     """Shapes of an adapter's tensors by their keys, from the header of its file.
 
     Raises:
@@ -137,7 +137,16 @@ def read_shapes(folder: Path, what: str) -> dict[str, tuple[int, ...]]:
         with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:  # "np" so that torch is not imported
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{what}: its weights can't be read: {error}. Copy it again.") from error
+        raise AdapterError(f"{setting}={folder}: its weights can't be read: {error}. Copy it again.") from error
+
+
+def read_untrained(folder: Path, setting: str) -> list[str]:
+    """Names of the modules whose weights an adapter has as a whole, although it did not train them as a whole.
+
+    Raises:
+        AdapterError: its files can't be read.
+    """
+    return untrained_tables(read_shapes(folder, setting), _trained_modules(read_adapter_config(folder, setting)))
 
 
 def _find_odd(saved: Mapping[str, Any]) -> Iterator[str]:
@@ -177,7 +186,7 @@ def _adapted(shapes: Mapping[str, Any], what: str, modules: Any, parameters: Col
         parameters: its `target_parameters`: parameters' names, or ends of names that are cut at a dot.
     """
     ending = ".lora_A.weight"
-    stored = [key.removeprefix("base_model.model.") for key in shapes if key.endswith(ending)]
+    stored = [key.removeprefix(PREFIX) for key in shapes if key.endswith(ending)]
     names = sorted({re.sub(r"(\.base_layer)*$", "", key.removesuffix(ending)) for key in stored})
     keys = {name.rpartition(".")[2] for name in parameters} - {"weight"}
 
@@ -205,11 +214,11 @@ def _saved_modules(saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[
     """
     names = saved.get("modules_to_save") or []
     tied = list(whole_weights(shapes)) if saved.get("ensure_weight_tying") and names else []
-    untrained = untrained_tables(shapes, trained_modules(saved))
+    untrained = untrained_tables(shapes, _trained_modules(saved))
     return sorted({*names, *tied, *untrained} - _usual_heads(saved)) or None
 
 
-def trained_modules(saved: Mapping[str, Any]) -> set[str]:
+def _trained_modules(saved: Mapping[str, Any]) -> set[str]:
     """What an adapter trained as a whole, as adapter_config.json has it: names of modules, or ends of names."""
     return {*(saved.get("modules_to_save") or []), *_usual_heads(saved)}
 

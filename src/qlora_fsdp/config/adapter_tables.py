@@ -13,7 +13,7 @@ from qlora_fsdp.common.module_names import is_target
 
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of rows end that are trained alone
 TABLE_OF_ROWS = "token_adapter.base_layer.weight"  # and the name of their table, where it is saved
-PREFIX, WEIGHT = "base_model.model.", ".weight"
+PREFIX, WEIGHT = "base_model.model.", ".weight"  # how keys begin in PEFT's files, and names of weights end
 _COPIES = re.compile(r"\.(original_module|modules_to_save)\.")  # of what PEFT also saves under the module's own name
 _PARTS = ("lora_", ".base_layer.", ".token_adapter.", ".original_module.", ".modules_to_save.")
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in an adapter's file, by their keys

@@ -13,10 +13,9 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number, printable
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
 from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixUntil, ProblemType, TaskName
-from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, problem_with, show, value_of
+from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, MixUntil, ProblemType, TaskName
+from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, is_default, problem_with, show, value_of
 
-_CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # What data.columns can rename: the keys that data/columns.py and data/labels.py look for.
 _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
@@ -54,10 +53,9 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _find_no_template(template: str | None) -> str | None:
     """Why there is no chat template of this name; None: there is one, or none is asked for."""
-    shipped = sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
-    if template is None or template in shipped or _is_file(template):
+    if template is None or template in CHAT_TEMPLATES or _is_file(template):
         return None
-    return f"neither a file nor one of {', '.join(shipped)}"
+    return f"neither a file nor one of {', '.join(CHAT_TEMPLATES)}"
 
 
 def _paths(config: Config, key: str) -> Iterator[Problem]:
@@ -145,7 +143,7 @@ def _cleaning(config: Config) -> Iterator[Problem]:
     elif data.streaming:
         reason = "needs all rows, and with data.streaming=true these are not there."
     for key in _OF_ALL_ROWS if reason else ():
-        if value_of(config, f"data.{key}") != all_settings()[f"data.{key}"].default:
+        if not is_default(config, f"data.{key}"):
             yield problem_with(config, f"data.{key}", reason, "Leave it out.")
     if data.near_duplicates is not None and find_spec("datasketch") is None:
         reason = "needs the package datasketch, which is not installed."
@@ -195,7 +193,7 @@ def _mix(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.mix:
         for key in ("data.mix_until", "data.mix_by", "data.mix_tokens"):
-            if value_of(config, key) != all_settings()[key].default:
+            if not is_default(config, key):
                 fix = f"Set data.mix={{a.jsonl: 3, b.jsonl: 1}} too, or leave {key} out."
                 yield problem_with(config, key, "has no effect on one data set.", fix)
         return
@@ -247,7 +245,7 @@ def _streaming(config: Config) -> Iterator[Problem]:
         reason = "counts rows, and with data.streaming=true nobody knows how many there are."
         yield problem_with(config, "data.split", reason, "Set it to the name of a split.")
     for key in ("data.mix_until", "data.mix_by", "data.mix_tokens"):
-        if value_of(config, key) != all_settings()[key].default:
+        if not is_default(config, key):
             reason = "needs the lengths of all data sets, and with data.streaming=true these are not known."
             yield problem_with(config, key, reason, "Leave it out.")
     if data.format is DataFormat.random:
@@ -262,7 +260,7 @@ def _task(config: Config) -> Iterator[Problem]:
     task = config.task
     if not task.has_labels:
         for key in ("task.problem_type", "task.labels", "task.class_weights"):
-            if value_of(config, key) != all_settings()[key].default:
+            if not is_default(config, key):
                 fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."
                 yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Config, DataFormat, Kernel, LossOn, PreferenceLoss, TaskName
-from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, is_default, problem_with, show, value_of
 
 # The losses that each of these settings is a part of; the others of the section are parts of all.
 _USED_BY = {
@@ -24,8 +24,7 @@ _USED_BY = {
 
 def check_preference(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `preference`, and with what goes with it."""
-    own = [key for key in all_settings() if key.startswith("preference.")]
-    changed = [key for key in own if value_of(config, key) != all_settings()[key].default]
+    changed = [key for key in all_settings() if key.startswith("preference.") and not is_default(config, key)]
     if config.task.name is not TaskName.preference:
         for key in changed:
             reason = f"has no effect with {show('task.name', config.task.name)}."

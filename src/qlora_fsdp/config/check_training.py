@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import (
     ShardingStrategy,
     TaskName,
 )
-from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, is_default, nearest_settings, problem_with, show, value_of
 
 _SLURM_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
@@ -54,7 +54,7 @@ def _memory(config: Config) -> Iterator[Problem]:
     if memory.activations is Activations.every_k and memory.every_k < 2:
         reason = "must be at least 2: 1 is every layer."
         yield problem_with(config, "memory.every_k", reason, "Set memory.every_k=2, or memory.activations=full.")
-    if memory.activations is not Activations.every_k and memory.every_k != all_settings()["memory.every_k"].default:
+    if memory.activations is not Activations.every_k and not is_default(config, "memory.every_k"):
         reason = f"has no effect with {show('memory.activations', memory.activations)}."
         yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
     tile = memory.tile_tokens

@@ -94,9 +94,15 @@ def settings_for_evaluation(data: DataConfig) -> DataConfig:
 
 def explain_split(split: str) -> str | None:
     """Explain what is wrong with a split; None if nothing is. Sums of splits are left to `datasets`."""
-    if "+" in split or (_SLICE.fullmatch(split) and split):
+    if "+" in split:
         return None
-    return "is neither the name of a split nor a slice such as train[:5000] or train[10%:]"
+    found = _SLICE.fullmatch(split)
+    if found is None or not split:
+        return "is neither the name of a split nor a slice such as train[:5000] or train[10%:]"
+    edges = (found["start"] or "0", found["stop"] or "100%")
+    start, stop = (int(edge.rstrip("%")) for edge in edges)
+    are_alike = len({(edge.startswith("-"), edge.endswith("%")) for edge in edges}) == 1
+    return "has no rows, because it ends where it begins or before" if are_alike and start >= stop else None
 
 
 def split_name(split: str) -> str:

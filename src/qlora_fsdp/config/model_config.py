@@ -47,7 +47,7 @@ def describes_itself(model: ModelConfig) -> bool:
     return model.path == _preset_path(model)
 
 
-def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the part of a transformers config that describes the text decoder: all of it, unless it is multimodal."""
     text = values.get("text_config")
     return text if isinstance(text, Mapping) and text else values
@@ -65,7 +65,7 @@ def check_same_model(model: ModelConfig, found: Mapping[str, Any]) -> None:
     """
     if model.name == "custom":
         return
-    found = text_part(found)
+    found = _text_part(found)
     stated = {key: model.config[key] for key in FIGURES if key in model.config and found.get(key) is not None}
     differing = [
         f"{key} is {shorten(str(found[key]), MAX_WIDTH)} and not {value}"
@@ -92,7 +92,7 @@ def read_config_json(file: Path, model: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged ({error}). Copy or download it again.") from error
     check_same_model(model, values)
     if model.name == "custom" and model.weights is Weights.random:
-        text = text_part(values)
+        text = _text_part(values)
         values = values | {"text_config": {**text, **model.config}} if text is not values else values | model.config
     return values
 

@@ -159,6 +159,11 @@ def value_of(config: schema.Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def is_default(config: schema.Config, key: str) -> bool:
+    """Whether the setting `key` has the schema's default."""
+    return bool(value_of(config, key) == all_settings()[key].default)
+
+
 def problem_with(config: schema.Config, key: str, reason: str, fix: str) -> Problem:
     """Returns the problem that the setting `key` has with its present value."""
     return problem_about(key, value_of(config, key), reason, fix)

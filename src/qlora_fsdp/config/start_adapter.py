@@ -19,10 +19,8 @@ from qlora_fsdp.config.adapter_config import (
     adapter_problems,
     read_adapter_config,
     read_lora,
-    read_shapes,
-    trained_modules,
+    read_untrained,
 )
-from qlora_fsdp.config.adapter_tables import untrained_tables
 from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.config_file import OF_A_MODEL, Sections
 from qlora_fsdp.config.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
@@ -113,14 +111,13 @@ def _check_tables_are_trained(folder: Path) -> None:
     Raises:
         AdapterError: there are some.
     """
-    saved, what = read_adapter_config(folder, SETTING), f"{SETTING}={folder}"
-    tables = untrained_tables(read_shapes(folder, what), trained_modules(saved))
+    saved, tables = read_adapter_config(folder, SETTING), read_untrained(folder, SETTING)
     tied = saved.get("ensure_weight_tying") and saved.get("modules_to_save")
     if tables and not tied:
         raise AdapterError(
-            f"{what} has whole tables that it did not train ({', '.join(tables)}): those of a base that was resized "
-            "for new tokens. A run would train them as a whole. Merge it into its base with `qlora-fsdp merge`, and "
-            f"set model.path to the result, without {SETTING}."
+            f"{SETTING}={folder} has whole tables that it did not train ({', '.join(tables)}): those of a base that "
+            "was resized for new tokens. A run would train them as a whole. Merge it into its base with `qlora-fsdp "
+            f"merge`, and set model.path to the result, without {SETTING}."
         )
 
 

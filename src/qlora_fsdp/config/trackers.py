@@ -39,10 +39,10 @@ def wandb_mode(config: Config) -> WandbMode:
         return mode
     if (told := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
         return WandbMode(told)
-    return WandbMode.online if has_wandb_key() else WandbMode.disabled
+    return WandbMode.online if _has_wandb_key() else WandbMode.disabled
 
 
-def has_wandb_key() -> bool:
+def _has_wandb_key() -> bool:
     """Whether W&B finds a key to log in with: in the environment, or in the netrc file under the name of its host."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -71,7 +71,7 @@ def check_trackers(config: Config) -> Iterator[Problem]:
             reason = f"needs the package {name.value}, which is not installed."
             fix = f"Run pip install {name.value}, or set tracking=none."
             yield problem_with(config, f"tracking.{setting}", reason, fix)
-    if asked_wandb_mode(config) is WandbMode.online and not has_wandb_key():
+    if asked_wandb_mode(config) is WandbMode.online and not _has_wandb_key():
         reason = "needs a key, and W&B has none here."
         fix = f"{HOW_TO_LOG_IN}; or set tracking.wandb=offline, which keeps W&B's files in the run folder."
         yield problem_with(config, "tracking.wandb", reason, fix)

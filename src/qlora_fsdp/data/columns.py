@@ -71,7 +71,7 @@ def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mappin
     if "chosen" in row and "rejected" in row:
         return f"keys are {keys}: answers to compare; set task=preference or task=reward"
     lacks = f"no {' and no '.join(missing)}; " if missing else ""
-    guess = {} if columns else guess_columns(row)
+    guess = {} if columns else _guess_columns(row)
     if guess:
         return f"{lacks}keys are {keys}; set data.columns={{{', '.join(f'{k}: {v}' for k, v in guess.items())}}}"
     if missing:
@@ -85,7 +85,7 @@ def show_keys(row: Mapping[str, Any]) -> str:
     return ", ".join([*list(row)[:MAX_KEYS], *(["..."] if len(row) > MAX_KEYS else [])]) or "none"
 
 
-def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
+def _guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Guess data.columns for a row of unknown form from common names; empty if there is nothing to guess from."""
     lower = {key.lower(): key for key in row}
     # The names are in order of preference. They are tried from the last one, so that the first one overwrites others.

@@ -54,13 +54,13 @@ class LabelledRowTokenizer:
         return out
 
     def _encode(self, raw: bytes) -> tuple[tuple[str, str], list[int], list[bool], list[float]]:
-        row = rename(parse_row(raw), label_columns(self.columns, self.task))
+        row = rename(parse_row(raw), _label_columns(self.columns, self.task))
         if self.task.name is TaskName.sequence_classification:
             text = _read_text(row)
             labels = read_labels(row, self.task)
             problem, tokens, _ = self._tokenize(text)
             return problem, tokens, [False] * len(tokens), labels
-        words, word_labels = read_words(row, self.task)
+        words, word_labels = _read_words(row, self.task)
         problem, tokens, offsets = self._tokenize(" ".join(words))
         is_labelled, labels = label_first_tokens(words, word_labels, offsets)
         if not labels:
@@ -81,7 +81,7 @@ class LabelledRowTokenizer:
         return problem, encoded["input_ids"], encoded["offset_mapping"]
 
 
-def label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str]:
+def _label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str]:
     """data.columns for rows with labels, in which `label` and `labels` mean the same."""
     key, other = ("labels", "label") if task.name is TaskName.token_classification else ("label", "labels")
     return {key if ours == other else ours: theirs for ours, theirs in columns.items()}
@@ -89,7 +89,7 @@ def label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str
 
 def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: TaskConfig) -> list[str]:
     """The columns of a table that rows with labels need; all of them if there is no label among them."""
-    columns = label_columns(columns, task)
+    columns = _label_columns(columns, task)
     is_words = task.name is TaskName.token_classification
     given, labels = ("tokens", WORD_LABEL_KEYS) if is_words else ("text", LABEL_KEYS)
     wanted = {columns.get(key, key) for key in (given, *labels)}
@@ -174,7 +174,7 @@ def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Ma
     other: tuple[str, list[Any]] | None = None
     for place, raw in rows:
         try:
-            row = rename(parse_row(raw), label_columns(columns, task))
+            row = rename(parse_row(raw), _label_columns(columns, task))
         except BadRow:
             continue
         value = row.get(_label_key(row) or "")
@@ -194,7 +194,7 @@ def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Ma
     )
 
 
-def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
+def _read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
     """The words of a row and the index of each word's label; None: the word has none (-100 or null in the row).
 
     Raises:

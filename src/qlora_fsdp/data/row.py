@@ -84,7 +84,7 @@ def check_row(
         for key in NOT_TEXT:
             if row.get(key):
                 raise BadRow(WRONG_KEYS, f"the row has {key}, and training is on text alone")
-        messages = [{**message, "content": join_parts(message.get("content"))} for message in row["messages"]]
+        messages = [{**message, "content": _join_parts(message.get("content"))} for message in row["messages"]]
         row = {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
         system = row.get("system")
         return form, add_system_prompt(row, system) if isinstance(system, str) and system else row
@@ -192,12 +192,17 @@ def is_trained(message: dict[str, Any]) -> bool:
     return all(message.get(key) is None or bool(message[key]) for key in TRAIN_KEYS)
 
 
+def function_of(call: Any) -> dict[str, Any] | None:
+    """The function of a call or of a tool, which has it under `function` or is it itself; None: it has none."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function if isinstance(function, dict) else None
+
+
 def called_name(message: dict[str, Any]) -> str | None:
     """The name of the function that a message calls first; None: it calls none that has a name."""
     calls = message.get("tool_calls")
-    call = calls[0] if isinstance(calls, list) and calls and isinstance(calls[0], dict) else {}
-    function = call.get("function", call)
-    name = function.get("name") if isinstance(function, dict) else None
+    function = function_of(calls[0]) if isinstance(calls, list) and calls else None
+    name = None if function is None else function.get("name")
     return name if isinstance(name, str) and name else None
 
 
@@ -229,7 +234,7 @@ def _check_messages(messages: Any) -> None:
                 raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
 
 
-def join_parts(content: Any) -> Any:
+def _join_parts(content: Any) -> Any:
     """The content of a message. Parts that are all text are joined, because most templates know text alone."""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return content
@@ -250,8 +255,8 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list):
         raise BadRow(WRONG_TYPES, f"tools is {type_name(tools)}, not a list of JSON schemas")
     for number, tool in enumerate(tools, start=1):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        function = function_of(tool)
+        if function is None or not isinstance(function.get("name"), str):
             raise BadRow(WRONG_TYPES, f"tool {number} is not an object with a name, or with a function that has one")
     return tools
 

@@ -21,10 +21,9 @@ from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.common.model_figures import LARGEST
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, ModelConfig, TokenizerConfig
+from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, ModelConfig, TokenizerConfig
 
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
-TEMPLATES = ("chatml", "llama3", "alpaca")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 # transformers passes every value of these files to the tokenizer's class, which opens some of them as paths.
@@ -129,7 +128,9 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """Names the chat template: one that ships here, the tokenizer's own, or none."""
     if tokenizer.chat_template is None:
         return "none"
-    return next((name for name in TEMPLATES if tokenizer.chat_template == read_template(name)), "the tokenizer's own")
+    return next(
+        (name for name in CHAT_TEMPLATES if tokenizer.chat_template == read_template(name)), "the tokenizer's own"
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -292,12 +293,12 @@ def read_template(name: str) -> str:
     Raises:
         DataError: it is neither a file nor the name of a template that ships here.
     """
-    if name in TEMPLATES:
+    if name in CHAT_TEMPLATES:
         return (files("qlora_fsdp.data") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
     path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(
             f"data.chat_template={name} is neither a file nor a template that ships here."
-            f" Set data.chat_template to a Jinja file or one of {', '.join(TEMPLATES)}."
+            f" Set data.chat_template to a Jinja file or one of {', '.join(CHAT_TEMPLATES)}."
         )
     return path.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from qlora_fsdp.config.adapter_tables import PREFIX, TOKEN_ROWS, whole_keys
 from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters.read import tokens_of_rows
+from qlora_fsdp.model.adapters.read import read_whole, tokens_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +51,8 @@ class Change:
 
     def read_whole(self) -> Tensor:
         """The parameter that was trained in full, on the CPU; rows that the adapter has apart are put into it."""
-        whole = self.read("whole")
-        if "rows" in self.keys:
-            whole[self.token_ids] = self.read("rows").to(whole.dtype)
-        return whole
+        with safe_open(self.file, "pt") as file:
+            return read_whole(file, self.keys, self.token_ids)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """[E, rows, R] and [E, R, columns], whose product times `scaling` is added to the parameter; float32."""

@@ -26,12 +26,11 @@ from torch.nn import functional as F
 from qlora_fsdp.common.errors import AdapterError, RunFolderError
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_tables import PREFIX
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.experts import expert_weights, is_apart
 from qlora_fsdp.weights.composed import ComposedTensor
-
-PREFIX = "base_model.model."
 
 
 def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
@@ -66,7 +65,7 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
         for key in sorted(set(file.keys()) - taken):
             tensors[key] = file.get_tensor(key) * (scales.get(key, scaling) / scaling)
     for name, source in composed.items():
-        for key, tensor in unfuse(experts[name], source):
+        for key, tensor in _unfuse(experts[name], source):
             factor = experts[name].scaling / scaling if key.endswith("lora_B.weight") else 1.0
             tensors[key] = (tensor * factor).contiguous()
     layers, rank = _pad_ranks(tensors)
@@ -90,7 +89,7 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
     trained.tokenizer.save_pretrained(str(out))
 
 
-def unfuse(change: Change, source: ComposedTensor) -> Iterator[tuple[str, Tensor]]:
+def _unfuse(change: Change, source: ComposedTensor) -> Iterator[tuple[str, Tensor]]:
     """The matrices of each expert's layers, by their keys in an adapter's file."""
     b_EOR, a_ERI = change.factors()
     start = 0

@@ -116,7 +116,7 @@ class WeightMerger:
         if self._is_dequantized(assignment):
             weight = torch.empty(weight_shape(assignment.layer), dtype=dtype)
         else:
-            weight = read_tensor(stored)
+            weight = _read_tensor(stored)
             if change is None:
                 return weight if stored_dtype == stored.dtype else weight.to(dtype)
             if "rows" in change.keys:
@@ -129,7 +129,7 @@ class WeightMerger:
 
     def merged_pieces(self, stored: StoredTensor, uses: Sequence[Use]) -> Tensor:
         """A tensor of the files with the changes of all weights of which it is a part; on the CPU."""
-        tensor = read_tensor(stored)
+        tensor = _read_tensor(stored)
         for assignment, piece, first_row in uses:
             if assignment.name not in self.changes and not self._is_dequantized(assignment):
                 continue
@@ -233,7 +233,7 @@ def takes_codes(module: nn.Module, merge: Merge) -> bool:
     return isinstance(module, QuantizedLinear) and module.in_features % BLOCKSIZE == 0 and not is_head
 
 
-def read_tensor(stored: StoredTensor) -> Tensor:
+def _read_tensor(stored: StoredTensor) -> Tensor:
     """The whole tensor, on the CPU; one that is scaled by blocks in float32.
 
     Raises:

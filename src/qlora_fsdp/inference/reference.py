@@ -22,7 +22,7 @@ from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.preference import PreferenceLM
-from qlora_fsdp.records.run_state import START_FOLDER
+from qlora_fsdp.records.run_state import CHECKPOINTS, START_FOLDER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 
@@ -73,7 +73,7 @@ def _find_start(adapter: str, config: Config) -> SavedAdapter | None:
     """
     wanted = read_started_from(adapter)
     folder = Path(adapter).expanduser().resolve().parent  # of the run, or of one of its checkpoints
-    run_folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
     place = run_folder / START_FOLDER if config.lora.start is None else typed_folder(config)
     weights = place / ADAPTER_WEIGHTS
     if weights.is_file() and wanted in (None, digest_file(weights)):

@@ -49,7 +49,7 @@ def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
     Raises:
         ConfigError: there are too few.
     """
-    launch, visible = config.launch, visible_gpus(environ)
+    launch, visible = config.launch, _visible_gpus(environ)
     if not visible:
         if launch.devices:
             fix = "Set it to null to run on the CPU, or look at CUDA_VISIBLE_DEVICES."
@@ -70,7 +70,7 @@ def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
     return [gpus[size * index : size * (index + 1)] for index in range(launch.parallel)]
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Returns the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]

@@ -42,7 +42,7 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     refuse(list(_find_misfits(jobs[0].config)))
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
     if jobs[0].config.launch.dry_run:
-        print(render_script(jobs, sweep.folder, Path.cwd()))
+        print(_render_script(jobs, sweep.folder, Path.cwd()))
         return
     queue = slurm_queue()
     queued = [job for job in jobs if read_job_id(job.folder) in queue]
@@ -51,12 +51,12 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
         print(f"{job.label}: SLURM has it already, as job {job_id} ({queue[job_id]}).")
     todo = [job for job in jobs if job not in queued]
     if todo:
-        _submit(todo, sweep.folder, render_script(todo, sweep.folder, Path.cwd()))
+        _submit(todo, sweep.folder, _render_script(todo, sweep.folder, Path.cwd()))
     while sweep.waits and _are_queued(jobs):
         time.sleep(POLL_SECONDS)
 
 
-def render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> str:
+def _render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> str:
     """Returns the job script: sbatch's options, then one `accelerate launch` per node under `srun`.
 
     Args:

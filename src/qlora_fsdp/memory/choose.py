@@ -8,10 +8,9 @@ sequence (`distributed.context_parallel=auto`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO
@@ -98,7 +97,7 @@ def ways_to_share(work: Workload) -> Iterator[Workload]:
     """
     config = work.config
     is_open = config.distributed.context_parallel == AUTO and config.training.micro_batch_size in (AUTO, 1)
-    most = math.gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
+    most = gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
     for num_slices in range(2, most + 1):
         shared = _with_values(work, {"distributed.context_parallel": num_slices})
         is_possible = most % num_slices == 0 and next(check_context_parallel(shared.config), None) is None
@@ -168,7 +167,7 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
         launched = _with_values(work, {"compute.cuda_graph": False})  # kernel by kernel, which keeps less memory
         return replace(_choose_rest(launched, target, gpu, host), gives_up_graph=True)
     if not fitting:
-        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
+        return _smallest(choices, target)
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
     # All of these are about equally fast, so take the smallest micro-batch, which needs the least memory. Of equal
     # sizes take the one with the least in host memory, which takes time to pin; of equal ones the fastest, the first.
@@ -225,6 +224,11 @@ def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Ch
     choices = [Choice(plan, plan.needed <= target and plan.host_needed <= host) for plan in plans]
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
-        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
+        return _smallest(choices, target)
     fastest = max(_speed(choice, gpu) for choice in fitting)
     return next(choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * fastest)
+
+
+def _smallest(choices: Iterable[Choice], target: float) -> Choice:
+    """The one that needs least of the GPU's memory; of those that all keep to `target`, least of the host's."""
+    return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))

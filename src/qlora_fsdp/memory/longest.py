@@ -39,17 +39,17 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
         None if not even a row of `UNIT` tokens fits.
     """
     num_slices = work.config.distributed.num_slices
-    plans = {length: smallest_plan(work, length) for length in (slice * num_slices for slice in FIRST)}
+    plans = {length: _smallest_plan(work, length) for length in (slice * num_slices for slice in FIRST)}
     for _ in range(MAX_TRIES):
         length = _meeting(plans, target)
         if length in plans:
             break
-        plans[length] = smallest_plan(work, length)
+        plans[length] = _smallest_plan(work, length)
     fitting = [length for length, plan in plans.items() if plan.needed <= target]
     return plans[max(fitting)] if fitting else None
 
 
-def smallest_plan(work: Workload, length: int) -> MemoryPlan:
+def _smallest_plan(work: Workload, length: int) -> MemoryPlan:
     """The plan that needs least for rows of `length` tokens, within what the settings say."""
     config = with_values(
         work.config,

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import assert_never
 
 from qlora_fsdp.layers.attention.kept import keep_attention
 from qlora_fsdp.layers.rewire import recompute_norms
@@ -40,27 +39,18 @@ def set_activation_policy(
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=any(map(has_dropout, layers)))
     inputs = inputs or InputOffload()
     to_host = partial(keep_attention, partial(inputs.pack, is_result=True), inputs.unpack)
+    ways: dict[Policy, Callable[..., Any] | None] = {
+        Policy.none: None,
+        Policy.selective: None,
+        Policy.attention: partial(recompute, context_fn=keep_attention),
+        Policy.full: recompute,
+        Policy.offload: partial(inputs.run, recompute),
+        Policy.offload_attention: partial(inputs.run, partial(recompute, context_fn=to_host)),
+    }
     for layer, policy in zip(layers, policies, strict=True):
-        match policy:
-            case Policy.none:
-                _recompute_by(layer, None)
-            case Policy.selective:
-                recompute_norms(layer)
-                _recompute_by(layer, None)
-            case Policy.attention:
-                recompute_norms(layer)
-                _recompute_by(layer, partial(recompute, context_fn=keep_attention))
-            case Policy.full:
-                recompute_norms(layer)
-                _recompute_by(layer, recompute)
-            case Policy.offload:
-                recompute_norms(layer)
-                _recompute_by(layer, partial(inputs.run, recompute))
-            case Policy.offload_attention:
-                recompute_norms(layer)
-                _recompute_by(layer, partial(inputs.run, partial(recompute, context_fn=to_host)))
-            case _:
-                assert_never(policy)
+        if policy is not Policy.none:
+            recompute_norms(layer)
+        _recompute_by(layer, ways[policy])
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -20,14 +20,14 @@ def has_recurrent_layers(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv1d) for module in model.modules())
 
 
-def has_several_rows(batch: Batch) -> bool:
+def _has_several_rows(batch: Batch) -> bool:
     """Whether a sequence of the batch has more than one row."""
     return len(batch.sequence_starts) > len(batch.input_ids) + 1
 
 
 def lay_out_for(batch: Batch, is_recurrent: bool) -> Batch:
     """The batch as the model takes it: the kernels of recurrent layers want packed rows in one sequence, [1, B * L]."""
-    if not is_recurrent or not has_several_rows(batch) or len(batch.input_ids) == 1:
+    if not is_recurrent or not _has_several_rows(batch) or len(batch.input_ids) == 1:
         return batch
     flat = {name: getattr(batch, name).view(1, -1) for name in ("input_ids", "targets", "position_ids")}
     return replace(batch, **flat)
@@ -41,7 +41,7 @@ def row_markers(batch: Batch, is_recurrent: bool) -> dict[str, Any]:
         is_recurrent: whether the model has recurrent layers.
     """
     inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
-    if has_several_rows(batch) or batch.num_slices > 1:
+    if _has_several_rows(batch) or batch.num_slices > 1:
         inputs |= {
             "cu_seq_lens_q": batch.sequence_starts,
             "cu_seq_lens_k": batch.sequence_starts,

@@ -11,6 +11,7 @@ from pathlib import Path
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.records.run_state import (
     ATTEMPT,
+    CHECKPOINTS,
     CONFIG_FILE,
     CONSOLE_FILE,
     ENVIRONMENT_FILE,
@@ -27,8 +28,7 @@ from qlora_fsdp.records.run_state import (
 
 MARKER = ".qlora_fsdp"
 MADE_BY = "qlora-fsdp"
-CHECKPOINTS = "checkpoints"
-# What a run writes under names of its own, which others may use as well. `checkpoints` is not among them, because every
+# What a run writes under names of its own, which others may use as well. CHECKPOINTS is not among them, because every
 # checkpoint is known by its own manifest.
 OWN_NAMES = (
     *("adapter", CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE, WANDB_FILE, MLFLOW_FILE),

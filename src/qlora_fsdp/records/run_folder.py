@@ -92,7 +92,7 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
             for stale in (SUMMARY_FILE, *(() if keep_records else RECORDS)):
                 remove(folder / stale)
             write_atomically(folder / CONFIG_FILE, to_yaml(config, as_written=True))
-            write_json(folder / ENVIRONMENT_FILE, describe_environment(processes))
+            write_json(folder / ENVIRONMENT_FILE, _describe_environment(processes))
     start_log(folder if processes.is_main else None)
     return folder
 
@@ -134,7 +134,7 @@ def close_run_folder() -> None:
         _locks.pop().close()
 
 
-def describe_environment(processes: Processes) -> dict[str, Any]:
+def _describe_environment(processes: Processes) -> dict[str, Any]:
     """Command, commit, versions and hardware: what one needs to repeat the run or to report a bug."""
     cuda = processes.device.type == "cuda"
     return {

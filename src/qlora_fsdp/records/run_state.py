@@ -26,6 +26,7 @@ LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
 CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
 METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"  # the folder with a folder for each
 LOG_FILE = "train.log"
 CONSOLE_FILE = "console.log"  # what the processes of a job printed
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
@@ -101,7 +102,7 @@ class RunState:
         return "loss" if self.eval_loss is None else "evaluation loss"
 
 
-def is_run_folder(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     """Whether a run has been started in this folder."""
     return (folder / CONFIG_FILE).is_file() and (folder / ENVIRONMENT_FILE).is_file()
 
@@ -116,8 +117,8 @@ def find_runs(folder: Path) -> list[Path]:
         raise RunFolderError(f"{folder} is not there. Name a run.folder, or a folder above some.")
     found = []
     for path, folders, _ in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("adapter", "checkpoints")]
-        if is_run_folder(Path(path)):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("adapter", CHECKPOINTS)]
+        if _is_run_folder(Path(path)):
             found.append(Path(path))
     return sorted(found)
 
@@ -142,7 +143,7 @@ def read_run(folder: Path) -> RunState:
     status, timed = _text(summary, "status") or _status(folder), steps[-NUM_STEPS_TIMED:]
     losses = [_number(line, "loss") for line in steps if not line.get("skipped")]
     losses = [loss for loss in losses if loss is not None][-NUM_FINAL:]
-    checkpoints = checkpoint_folders(folder / "checkpoints")
+    checkpoints = checkpoint_folders(folder / CHECKPOINTS)
     age = None
     if checkpoints:
         with suppress(OSError):  # the run may be removing it
@@ -180,17 +181,16 @@ def slurm_queue(seconds: float = 60) -> dict[str, str]:
     """
     command = ["squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds).stdout
     except OSError:
         return {}
-    except subprocess.TimeoutExpired as error:
+    except subprocess.SubprocessError as error:
         reason = f"nothing came within {seconds:.0f} seconds"
+        if isinstance(error, subprocess.CalledProcessError):
+            reason = " ".join(error.stderr.split())
         raise LaunchError(f"squeue does not answer: {reason}. Start the command again when it does.") from error
-    if done.returncode != 0:
-        reason = " ".join(done.stderr.split())
-        raise LaunchError(f"squeue does not answer: {reason}. Start the command again when it does.")
     queue = {}
-    for line in done.stdout.splitlines():
+    for line in answer.splitlines():
         number, state, reason = line.split("|", 2)
         queue[number] = state.lower() + (f" ({reason})" if state == "PENDING" else "")
     return queue
@@ -276,7 +276,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 def _status(folder: Path) -> str:
     """The status of a run without a summary."""
-    if not is_run_folder(folder):
+    if not _is_run_folder(folder):
         return "new"
     files = [folder / name for name in (METRICS_FILE, LOG_FILE, ENVIRONMENT_FILE)]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)

@@ -25,6 +25,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.start_adapter import typed_folder
 from qlora_fsdp.records.run_state import (
     ATTEMPT,
+    CHECKPOINTS,
     START_FOLDER,
     SUMMARY_FILE,
     checkpoint_folders,
@@ -54,7 +55,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
 def own_checkpoints(config: Config) -> Path:
     """The folder of the run's own checkpoints."""
-    return Path(config.run.folder).expanduser().resolve() / "checkpoints"
+    return Path(config.run.folder).expanduser().resolve() / CHECKPOINTS
 
 
 def is_restart(config: Config) -> bool:

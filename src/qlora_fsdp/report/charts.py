@@ -69,7 +69,7 @@ def chart(
     if not drawn:
         return ""
     xs, ys = [x for one, _ in drawn for x in one.xs], [y for _, points in drawn for _, y in points]
-    x_ticks = [float(index) for index in range(len(x_names))] or whole_ticks(min(xs), max(xs))
+    x_ticks = [float(index) for index in range(len(x_names))] or _whole_ticks(min(xs), max(xs))
     y_ticks = ticks(min(ys), max(ys))
     x_low, x_high = min(xs), max(xs)
     if x_names:
@@ -150,7 +150,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def whole_ticks(low: float, high: float) -> list[float]:
+def _whole_ticks(low: float, high: float) -> list[float]:
     """Returns those of `ticks` that are whole numbers, as steps are; `low` alone if the two are equal."""
     return [low] if low == high else [tick for tick in ticks(low, high) if tick == int(tick)]
 

@@ -15,7 +15,7 @@ from qlora_fsdp.model.adapters.model_card import CardFacts
 from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
-from qlora_fsdp.records.run_state import NUM_FINAL
+from qlora_fsdp.records.run_state import CHECKPOINTS, NUM_FINAL
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
@@ -161,7 +161,7 @@ def _checkpoint_content(
     `eval_losses` is the result's own list, so it grows as the loop evaluates.
     """
     return Checkpoint(
-        folder / "checkpoints",
+        folder / CHECKPOINTS,
         result.num_steps,
         processes.num_ranks,
         settings_of(prepared.run_plan.settle(config), processes.num_ranks),

@@ -38,7 +38,7 @@ RANDOM_ROWS = 256
 Progress = Callable[[int], None]  # called with the bytes read
 
 
-def ignore_progress(num_bytes: int) -> None:
+def _ignore_progress(num_bytes: int) -> None:
     """A `Progress` that shows nothing."""
 
 
@@ -48,7 +48,7 @@ def fill(
     dtype: torch.dtype,
     std: float,
     seed: int,
-    on_progress: Progress = ignore_progress,
+    on_progress: Progress = _ignore_progress,
 ) -> None:
     """Fill every assignment's shard: from the model files, or randomly if the files have no tensor for it.
 
@@ -73,7 +73,7 @@ def fill_from_files(
     assignments: Sequence[Assignment],
     device: torch.device,
     dtype: torch.dtype,
-    on_progress: Progress = ignore_progress,
+    on_progress: Progress = _ignore_progress,
 ) -> None:
     """Fill every assignment's shard from the model files.
 
@@ -173,7 +173,7 @@ def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, 
         sink = Transpose(sink, arriving, (height, width), first - begin * width, last - first)
         pieces = [Piece(p.stored, p.first_row // height, p.num_rows // height) for p in pieces]
         first, last = begin, max(begin, end)
-    spans = find_spans(pieces, first, last)
+    spans = _find_spans(pieces, first, last)
     rows = [Span(span.stored, span.first_row * height, span.last_row * height) for span in spans]
     if not isinstance(example, ScaledTensor):
         sink = finite.watch(sink, spans, arriving, cast_to)
@@ -195,7 +195,7 @@ def _scales_of(span: Span) -> Span:
     return Span(span.stored.scales, int(begin), int(end) + 1)
 
 
-def find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
+def _find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
     """Where rows [first, last) of a tensor lie in the files. The tensor is made of pieces, one below the other."""
     spans, start = [], 0
     for piece in pieces:

@@ -83,7 +83,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     problems = []
     for name in sorted(set(weight_map.values())) or [SINGLE_NAME]:
         try:
-            header = read_header(folder / name)
+            header = _read_header(folder / name)
             # Where two files have a tensor, the index says which of them is meant.
             tensors |= {key: stored for key, stored in header.items() if weight_map.get(key, name) == name}
         except (OSError, ValueError) as error:
@@ -148,7 +148,7 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return all(a.read(size) == b.read(size) for size in sizes)
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file by name.
 
     Raises:
@@ -165,7 +165,7 @@ def parse_header(file: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
     """The tensors of one file by name, given the file and what it was opened as.
 
     Raises:
-        OSError, ValueError: as `read_header`.
+        OSError, ValueError: as `_read_header`.
     """
     size = os.fstat(stream.fileno()).st_size
     length = int.from_bytes(stream.read(8), "little")

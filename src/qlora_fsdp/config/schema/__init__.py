@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qlora_fsdp.config.schema.bounds import TEXT_OR_LIST, Bounds, bounds
-from qlora_fsdp.config.schema.data import DEFAULT_DATA, BadRows, DataConfig, DataFormat, LossOn, MixBy, MixUntil
+from qlora_fsdp.config.schema.data import (
+    CHAT_TEMPLATES,
+    DEFAULT_DATA,
+    BadRows,
+    DataConfig,
+    DataFormat,
+    LossOn,
+    MixBy,
+    MixUntil,
+)
 from qlora_fsdp.config.schema.launch import DistributedConfig, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.schema.model import (
     AttnImplementation,
@@ -52,6 +61,7 @@ from qlora_fsdp.config.schema.training import (
 )
 
 __all__ = [
+    "CHAT_TEMPLATES",
     "DEFAULT_DATA",
     "DEFAULT_GLOBAL_BATCH",
     "TEXT_OR_LIST",

@@ -10,6 +10,7 @@ from qlora_fsdp.config.schema.bounds import TEXT_OR_LIST, bounds
 
 # What the QLoRA paper (arXiv:2305.14314) trained Guanaco on: conversations of OpenAssistant.
 DEFAULT_DATA = "timdettmers/openassistant-guanaco"
+CHAT_TEMPLATES = ("alpaca", "chatml", "llama3")  # those that ship here, in data/templates/
 
 
 class MixUntil(Enum):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.data.chats.template import Conversation
-from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.row import BadRow, function_of
 
 Message = dict[str, Any]
 
@@ -71,8 +71,8 @@ def _write(message: Message, form: CallForm) -> Message:
 
 
 def _write_call(call: Any, form: CallForm) -> Any:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "arguments" not in function:
+    function = function_of(call)
+    if function is None or "arguments" not in function:
         return call
     written = {**function, "arguments": _write_arguments(function["arguments"], form.text_arguments)}
     return written if function is call else {**call, "function": written}

@@ -16,7 +16,16 @@ from qlora_fsdp.data.chats.markers import explain_no_template
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_texts, has_generation_marks
 from qlora_fsdp.data.chats.turn_kinds import can_trace
 from qlora_fsdp.data.chats.turns import find_turns
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, called_name, is_trained
+from qlora_fsdp.data.row import (
+    EMPTY,
+    NO_TARGET,
+    REFUSED,
+    BadRow,
+    as_template_sees,
+    called_name,
+    function_of,
+    is_trained,
+)
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 
@@ -46,7 +55,7 @@ def format_messages(
         text, marks = trace.text, trace.marks
     else:
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
-    check_calls(conversation, text, trace)
+    _check_calls(conversation, text, trace)
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
     spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
@@ -90,7 +99,7 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
 
 
-def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
+def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
     Raises:
@@ -155,8 +164,8 @@ def _written_calls(conversation: Conversation, text: str, calling: list[int]) ->
 
 def _tag_call(call: Any, number: int) -> Any:
     """The call with a tag after the name of its function, if it has one."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = function_of(call)
+    if function is None or not isinstance(function.get("name"), str):
         return call
     tagged = {**function, "name": f"{function['name']}\ue001{number}\ue002"}
     return {**call, "function": tagged} if function is not call else tagged

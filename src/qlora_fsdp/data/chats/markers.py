@@ -32,7 +32,7 @@ _INSTRUCT_NAMES = (
 )
 
 
-def find_markers(template: str) -> list[str]:
+def _find_markers(template: str) -> list[str]:
     """The markers that a template writes, each once."""
     return list(dict.fromkeys(_MARKER.findall(_COMMENT.sub("", template))))
 
@@ -41,7 +41,7 @@ def chosen_markers(config: Config) -> list[str]:
     """The markers of the templates that the settings name; none where no chats are trained on."""
     if not config.task.is_causal:
         return []
-    return [marker for template in _chosen_templates(config) for marker in find_markers(read_template(template))]
+    return [marker for template in _chosen_templates(config) for marker in _find_markers(read_template(template))]
 
 
 def _chosen_templates(config: Config) -> list[str]:
@@ -104,7 +104,7 @@ def explain_no_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The message for conversations where the tokenizer has no chat template, and none is set."""
     name = tokenizer.name_or_path
     vocabulary = tokenizer.get_vocab()
-    templates = {template: find_markers(read_template(template)) for template in ("llama3", "chatml")}
+    templates = {template: _find_markers(read_template(template)) for template in ("llama3", "chatml")}
     known = [template for template, markers in templates.items() if all(marker in vocabulary for marker in markers)]
     template = known[0] if known else "chatml"
     return (

@@ -34,7 +34,7 @@ from qlora_fsdp.data.chats.calls import (
     write_calls,
 )
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_words
-from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.row import BadRow, function_of
 
 FindTurn = Callable[[Conversation, str, int], Span | None]
 
@@ -192,10 +192,8 @@ def _shorten(message: Message, template: str) -> Message | None:
 
 
 def _shorten_call(call: Any) -> Message | None:
-    if not isinstance(call, dict):
-        return None
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = function_of(call)
+    if function is None or not isinstance(function.get("name"), str):
         return None
     arguments = function.get("arguments", {})
     if isinstance(arguments, dict):

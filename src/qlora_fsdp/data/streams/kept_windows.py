@@ -31,7 +31,7 @@ from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.streams.share import PlacedProblem, Share, ShareTable
 from qlora_fsdp.data.streams.windows import Place
 from qlora_fsdp.records.record_files import check_own
-from qlora_fsdp.records.run_state import WINDOWS_FOLDER, checkpoint_folders, step_of
+from qlora_fsdp.records.run_state import CHECKPOINTS, WINDOWS_FOLDER, checkpoint_folders, step_of
 
 # The one that is trained on, the one that is made ahead, and the one before, in which the last step may have been.
 NUM_KEPT = 3
@@ -93,7 +93,7 @@ class KeptWindows:
     def _remove_old(self, folder: Path, sequence: int) -> None:
         """Removes what is not needed beside the window that begins at `sequence`. Those after it are left to later."""
         found = {path: int(match[1]) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))}
-        checkpoints = checkpoint_folders(self.run_folder / "checkpoints")
+        checkpoints = checkpoint_folders(self.run_folder / CHECKPOINTS)
         saved = (step_of(checkpoints[-1]) or 0) * self.global_batch_size if checkpoints else 0  # sequences
         before = sorted(first for path, first in found.items() if first < sequence and path.suffix == SUFFIX)
         needed = {*before[1 - NUM_KEPT :], *[first for first in before if first <= saved][-1:]}

@@ -216,7 +216,7 @@ def _window_maker(
     num_workers = _num_workers(data, processes)
     return WindowMaker(
         sources=sources,
-        weights=[own.weight for own in mixed_sets(data).values()] or [1.0],
+        weights=_weights(data),
         map_batches=Workers(tokenize, num_workers).map if num_workers else partial(map, tokenize),
         settings=SequenceSettings.of(config, tokenizer),
         buffer_rows=data.buffer_rows,
@@ -226,6 +226,11 @@ def _window_maker(
         processes=processes,
         kept=kept,
     )
+
+
+def _weights(data: DataConfig) -> list[float]:
+    """The weight of each source, relative to the others'."""
+    return [own.weight for own in mixed_sets(data).values()] or [1.0]
 
 
 def _num_workers(data: DataConfig, processes: Processes) -> int:
@@ -242,10 +247,9 @@ def _key(config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[S
     """A hash of everything that the windows depend on."""
     data, training = config.data, config.training
     identities = [source.identity for source in sources]
-    weights = [own.weight for own in mixed_sets(data).values()] or [1.0]
     return fingerprint(
         tokenizer,
-        [identities, weights, data.format.value, data.loss_on.value, data.bad_rows.value],
+        [identities, _weights(data), data.format.value, data.loss_on.value, data.bad_rows.value],
         [training.max_length, training.packing is not False, training.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
         *(["system", data.system_prompt] if data.system_prompt else []),

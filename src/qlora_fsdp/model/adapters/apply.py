@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern
+from qlora_fsdp.config.adapter_tables import PREFIX
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
@@ -68,9 +69,6 @@ def apply_adapters(
     _check_by_parameter(config, targets)
     settings = _peft_settings(model, config, targets, task, tokens)
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # before PEFT wraps them
-    fix = "Take it out, or train it in full with lora.modules_to_save."
-    if config.target_modules == "all-linear":  # for PEFT these include experts, routers and GPT-2's Conv1D
-        fix = f"Set lora.target_modules to a list of linear layers; here are {linear_endings(model)}."
     try:
         with warnings.catch_warnings():
             # PEFT asks transformers under the property's old name.
@@ -90,8 +88,11 @@ def apply_adapters(
         raise AdapterError(f"lora: PEFT refuses these settings: {error}") from error
     _adapt_by_parameter(model, targets, settings)
     for name, module in wrapped.named_modules():
-        name = name.removeprefix("base_model.model.")
+        name = name.removeprefix(PREFIX)
         if isinstance(module, LoraLayer) and not isinstance(module, (LoraLinear, ExpertLora)):
+            fix = "Take it out, or train it in full with lora.modules_to_save."
+            if config.target_modules == "all-linear":  # for PEFT these include experts, routers and GPT-2's Conv1D
+                fix = f"Set lora.target_modules to a list of linear layers; here are {linear_endings(model)}."
             raise AdapterError(
                 f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). {fix}"
             )
@@ -214,7 +215,7 @@ def check_no_experts_are_trained_whole(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and has_experts(module):
-            raise AdapterError(_EXPERTS_ALONE.format(name=name.partition("base_model.model.")[2]))
+            raise AdapterError(_EXPERTS_ALONE.format(name=name.partition(PREFIX)[2]))
 
 
 def describe_idle_patterns(model: nn.Module, config: LoraConfig) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.config.adapter_tables import PREFIX
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
@@ -91,7 +92,7 @@ def _fill_magnitude(name: str, magnitude: Tensor, base: nn.Linear, delta: Tensor
     weight = _dequantize_local_rows(base) if isinstance(base, QuantizedLinear) else local_tensor(base.weight)
     norms = torch.linalg.vector_norm(weight.float() + delta[first:last].to(weight.device), dim=1)
     if not norms.all():  # for example a padding token's row in a tied head; forward would compute 0 / 0
-        name = name.removeprefix("base_model.model.")
+        name = name.removeprefix(PREFIX)
         raise AdapterError(
             f"lora.use_dora=true: {name} has rows that are all zero, and so no direction for DoRA to keep. Add {name} "
             "to lora.exclude_modules, or set lora.use_dora=false."

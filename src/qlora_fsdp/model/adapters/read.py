@@ -7,7 +7,7 @@ one or `lora.start` of a run that trains on from one, and every message says by 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some, plural
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, trained_modules
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, read_untrained
 from qlora_fsdp.config.adapter_tables import (
     PREFIX,
     TABLE_OF_ROWS,
@@ -30,7 +30,6 @@ from qlora_fsdp.config.adapter_tables import (
     WEIGHT,
     Shapes,
     as_used,
-    untrained_tables,
     whole_keys,
     whole_weights,
 )
@@ -72,7 +71,7 @@ class SavedAdapter:
                 tables have rows for other tokens each.
         """
         saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
-        shapes = read_shapes(self.folder, str(self))
+        shapes = read_shapes(self.folder, self.setting)
         whole = whole_weights(shapes)
         tables = [key for key, shape in shapes.items() if key.endswith(TABLE_OF_ROWS) and shape]
         if not saved and not tables:
@@ -113,7 +112,7 @@ class SavedAdapter:
                 it holds one of two tied tables.
         """
         shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
-        found = as_used(read_shapes(self.folder, str(self)))
+        found = as_used(read_shapes(self.folder, self.setting))
         new = tuple(f"{PREFIX}{name}." for name in may_lack)
         missing = sorted(key for key in shapes.keys() - found.keys() if not key.startswith(new))
         problems = [f"{key} is missing" for key in missing]
@@ -164,8 +163,7 @@ class SavedAdapter:
                     "new tokens, which is not here. Merge the two by PEFT's merge_and_unload, and set model.path to "
                     f"the result, without {self.setting}."
                 )
-        trained = trained_modules(read_adapter_config(self.folder, self.setting))
-        tables = set(untrained_tables(found, trained))
+        tables = set(read_untrained(self.folder, self.setting))
         for pair in (base.all_tied_weights_keys or {}).items():
             tied = {key.removesuffix(WEIGHT) for key in pair}
             if tables & tied and not tied <= whole_weights(found).keys():
@@ -215,9 +213,7 @@ class SavedAdapter:
                     continue
                 first, last = local_rows(param)
                 if "rows" in keys:
-                    table = file.get_tensor(keys["whole"])
-                    table[tokens_of_rows(saved, keys["rows"])] = file.get_tensor(keys["rows"]).to(table.dtype)
-                    values = table[first:last]
+                    values = read_whole(file, keys, tokens_of_rows(saved, keys["rows"]))[first:last]
                 elif key.endswith(TOKEN_ROWS):  # ours are by ascending token id, the file's as its maker named them
                     order = np.argsort(tokens_of_rows(saved, key))
                     values = file.get_tensor(key)[order[first:last]]
@@ -228,9 +224,7 @@ class SavedAdapter:
     @torch.no_grad()
     def load_untrained(self, model: peft.PeftModel) -> None:
         """Copy the tables of the resized base that the adapter was trained on, without the rows that it trained."""
-        names = untrained_tables(
-            read_shapes(self.folder, str(self)), trained_modules(read_adapter_config(self.folder, self.setting))
-        )
+        names = read_untrained(self.folder, self.setting)
         with safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as file:
             stored = set(file.keys())
             for key, param in adapter_parameters(model).items():
@@ -250,6 +244,20 @@ def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
         return cast(list[int], trainable_token_indices)
     table, of_both = key.removesuffix(f".{TOKEN_ROWS}"), [*trainable_token_indices.values()][1:] == []
     return next((ids for name, ids in trainable_token_indices.items() if table.endswith(name) or of_both), [])
+
+
+def read_whole(file: Any, keys: Mapping[str, str], token_ids: Sequence[int]) -> Tensor:
+    """A parameter that an adapter has as a whole, on the CPU, with the rows of tokens put into it that lie apart.
+
+    Args:
+        file: the adapter's tensors.
+        keys: where they are: `whole`, and `rows` if there are any, as `whole_keys` finds them.
+        token_ids: the tokens that the `rows` belong to, in the order of these.
+    """
+    whole = cast(Tensor, file.get_tensor(keys["whole"]))
+    if "rows" in keys:
+        whole[token_ids] = file.get_tensor(keys["rows"]).to(whole.dtype)
+    return whole
 
 
 def _are_tokens(ids: Any) -> bool:

@@ -69,7 +69,7 @@ class TaskModel(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The transformer layers in order. Each is an FSDP unit, and has its own activation policy."""
-        return find_layers(self.base)
+        return [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's targets, not divided by their number: float32 scalar."""
@@ -122,11 +122,6 @@ class TaskModel(nn.Module):
         """Drop what has been collected. The tensor stays, because a CUDA graph of the loss adds to it."""
         if self._sums is not None:
             self._sums.zero_()
-
-
-def find_layers(base: nn.Module) -> list[nn.Module]:
-    """The transformer layers of transformers' model, in order."""
-    return [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def are_tied(embeddings: nn.Module, head: nn.Module) -> bool:

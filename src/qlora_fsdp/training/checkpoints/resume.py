@@ -14,7 +14,7 @@ from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
-from qlora_fsdp.records.run_state import ATTEMPT, MANIFEST, checkpoint_folders, describe_attempt, step_of
+from qlora_fsdp.records.run_state import ATTEMPT, CHECKPOINTS, MANIFEST, checkpoint_folders, describe_attempt, step_of
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
 from qlora_fsdp.training.checkpoints.checkpoint import (
     ANEW,
@@ -49,7 +49,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
     if folder is None:
         return None
     if folder.parent != own_checkpoints(config) and not (folder / MANIFEST).exists():
-        inside = checkpoint_folders(folder) or checkpoint_folders(folder / "checkpoints")
+        inside = checkpoint_folders(folder) or checkpoint_folders(folder / CHECKPOINTS)
         fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(folder)
         if (folder.parent / MANIFEST).exists():
             fix = f"Set checkpoint.resume={folder.parent}, which it is a part of."
@@ -69,7 +69,7 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
 
     Checkpoints that do not lead up to `checkpoint` are removed; where the run starts anew, these are all.
     """
-    folder = run_folder / "checkpoints"
+    folder = run_folder / CHECKPOINTS
     folders = checkpoint_folders(folder)
     keep = []
     if checkpoint is not None and checkpoint.folder in folders:
