@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -99,6 +101,23 @@ def test_a_head_that_is_trained_writes_in_the_dtype_of_its_input(
     run_ranks(2, train_all, {0: argv})
     assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 2
     assert "a pass through the model" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def train_with_one_short(argv: list[str]) -> None:
+    """Rank 1 of the world has no memory for a cache."""
+    with patch("qlora_fsdp.training.generations.has_room", lambda *_: os.environ["RANK"] != "1"):
+        train_all({0: argv})
+
+
+def test_a_rank_without_memory_lets_all_write_by_passes_and_rank_0_says_so(
+    checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
+):
+    argv = settings(checkpoint("llama"), rows, "training.max_steps=1", "data.eval_fraction=0.1")
+    argv += ["tracking.num_generations=1", f"run.folder={tmp_path / 'run'}"]
+    run_ranks(2, train_with_one_short, argv)
+    assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 2
+    said = (tmp_path / "run" / "train.log").read_text()
+    assert "a pass through the model for every token: a GPU has no memory to spare" in said
 
 
 def fail_in_the_middle(model: TaskModel, processes: Processes) -> bool:

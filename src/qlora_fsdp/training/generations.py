@@ -83,9 +83,14 @@ class Generations:
         was_training = model.training
         model.eval()
         mine = self._complete_in_slots(model) if self._can_use_slots(model) else None
-        if isinstance(model, FSDPModule) and None in self.processes.gather(mine):
-            mine = None  # all ranks, or none, take part in passes
-        mine = self._complete_by_passes(model) if mine is None else mine
+        if self.uses_slots:
+            why_not = self.processes.first_error(mine if isinstance(mine, str) else None)
+            if why_not is not None:
+                log.warning(f"Generations: a pass through the model for every token: {why_not}")
+            if why_not is not None and isinstance(model, FSDPModule):
+                mine = None  # all ranks, or none, take part in passes
+        if not isinstance(mine, dict):
+            mine = self._complete_by_passes(model)
         model.train(was_training)
         texts: dict[int, str] = {}
         for part in self.processes.gather(mine):
@@ -105,16 +110,15 @@ class Generations:
                 log.info(f"Generations: a pass through the model for every token ({reason})")
         return self.uses_slots
 
-    def _complete_in_slots(self, model: TaskModel) -> dict[int, str] | None:
-        """The completions of a share of the prompts, by their numbers; None if there is no memory for a cache.
+    def _complete_in_slots(self, model: TaskModel) -> dict[int, str] | str:
+        """The completions of a share of the prompts, by their numbers; or why there is no memory for a cache.
 
         Each rank has every n-th prompt, for n ranks; ranks that share the model have the same ones.
         """
         by_rows = None
         if isinstance(model, FSDPModule):
             if not has_room(model, self.processes.device):
-                log.warning("Generations: a pass through the model for every token: a GPU has no memory to spare")
-                return None
+                return "a GPU has no memory to spare"
             by_rows = ByRows(model)
         first, step = share_of_texts(model, self.processes)
         numbers = range(first, len(self.rows), step)
@@ -136,8 +140,7 @@ class Generations:
         except torch.OutOfMemoryError as error:
             if by_rows is not None and not isinstance(error, NoRoom):
                 raise  # other ranks wait for this one
-            log.warning(f"Generations: a pass through the model for every token: {first_line(error)}")
-            return None
+            return first_line(error)
         finally:
             completer.release()
         return {number: self._text(request.completion) for number, request in zip(numbers, requests, strict=True)}

@@ -92,7 +92,7 @@ def record(
 
 @cache
 def _stream() -> torch.cuda.Stream:
-    """The stream that is recorded. Kernels on it go before those that run beside it (layers/quantized/ahead.py)."""
+    """The stream that is recorded. Kernels on it go before those that run beside it (weight_reader.py)."""
     return torch.cuda.Stream(priority=-1)
 
 
