@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 
+from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.by_rows import ByRows
@@ -105,19 +106,26 @@ def test_a_head_that_is_trained_writes_in_the_dtype_of_its_input(
 
 def train_with_one_short(argv: list[str]) -> None:
     """Rank 1 of the world has no memory for a cache."""
-    with patch("qlora_fsdp.training.generations.has_room", lambda *_: os.environ["RANK"] != "1"):
+    complete = Completer.complete
+
+    def complete_or_fail(completer: Completer, requests: list[Request]) -> None:
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        complete(completer, requests)
+
+    with patch.object(Completer, "complete", complete_or_fail):
         train_all({0: argv})
 
 
-def test_a_rank_without_memory_lets_all_write_by_passes_and_rank_0_says_so(
+def test_a_rank_without_memory_writes_by_passes_and_rank_0_says_so(
     checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
 ):
     argv = settings(checkpoint("llama"), rows, "training.max_steps=1", "data.eval_fraction=0.1")
-    argv += ["tracking.num_generations=1", f"run.folder={tmp_path / 'run'}"]
+    argv += ["fsdp.sharding_strategy=NO_SHARD", "tracking.num_generations=2", f"run.folder={tmp_path / 'run'}"]
     run_ranks(2, train_with_one_short, argv)
-    assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 2
+    assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 4
     said = (tmp_path / "run" / "train.log").read_text()
-    assert "a pass through the model for every token: a GPU has no memory to spare" in said
+    assert "a pass through the model for every token: CUDA out of memory. Tried to allocate 2 GiB" in said
 
 
 def fail_in_the_middle(model: TaskModel, processes: Processes) -> bool:
