@@ -26,6 +26,26 @@ def test_scipy_is_hidden_while_the_libraries_are_imported_and_then_there_again(m
     assert find_spec("scipy") is not None
 
 
+LOOK_FOR_MODELS = """
+from qlora_fsdp.common.startup import quick_imports
+with quick_imports():
+    import transformers.models
+from transformers.utils import import_utils
+num_read, file = import_utils.create_import_structure_from_path.cache_info().misses, transformers.models.__file__
+import_utils.create_import_structure_from_path.cache_clear()
+expected = import_utils.define_import_structure.__wrapped__(file)
+assert num_read < 1.2 * import_utils.create_import_structure_from_path.cache_info().misses, num_read
+lazy = import_utils._LazyModule("transformers.models", file, expected)
+assert transformers.models._class_to_module == lazy._class_to_module and len(lazy._class_to_module) > 1000
+assert transformers.models._modules == lazy._modules
+"""
+
+
+def test_transformers_looks_for_its_models_once_and_finds_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOK_FOR_MODELS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("redirection", "shown"), [(">&- <&-", ""), ("", "\\u65e5"), ("2>&-", "\\u65e5")], ids=["stdout", "none", "stderr"]
 )
