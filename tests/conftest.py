@@ -27,8 +27,15 @@ SLOW_FILES = {
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files first, so that the workers end together (`make test`); the many short unit tests come last."""
-    items.sort(key=lambda item: "unit" in item.path.parts)
+    """The long files first, so that the workers end together (`make test`); the many short unit tests come last.
+
+    The long ones of each folder are spread evenly: commands often wait for one another, ranks of a run seldom.
+    """
+    files: dict[Path, dict[Path, None]] = {}
+    for item in items:
+        files.setdefault(item.path.parent, {})[item.path] = None
+    places = {path: number / len(paths) for paths in files.values() for number, path in enumerate(paths)}
+    items.sort(key=lambda item: 1.0 if "unit" in item.path.parts else places[item.path])
     slow = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW_FILES.items() for name in names}
     for item in items:
         if item.path in slow:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 NUM_CHATS = 200
 RUN = ["model.path=smollm2", "data=chats.jsonl", "training.max_length=128"]
 FEW_STEPS = ["training.max_steps=4", "training.learning_rate=1e-3", "launch.num_processes=2", "run.name=first"]
-FEW_STEPS += ["training.global_batch_size=4"]
+FEW_STEPS += ["training.global_batch_size=2"]
 QUESTION = "What does `textwrap.dedent(text)` do?"
 
 

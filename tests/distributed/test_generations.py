@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from qlora_fsdp.sharding.by_rows import ByRows
 from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.preferences import write_pairs
 from tests.helpers.quick_config import load_config
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all
 
@@ -45,24 +44,43 @@ CASES = {
 BY_PASSES = {"experts that ranks can't share": "4 experts can't be shared by 3 ranks", "DoRA": "need whole weights"}
 
 
+@pytest.fixture(scope="module")
+def trained(
+    checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[str]]:
+    """`trained(case)`: the settings of a run that has ended; all runs on a number of ranks share one world."""
+    base = tmp_path_factory.mktemp("generations")
+    pairs = write_pairs(base / "pairs.jsonl")
+
+    def argv(case: str) -> list[str]:
+        num_ranks, family, more = CASES[case]
+        data = pairs if "task=preference" in more else rows
+        few = ["training.precision=float32", "training.max_steps=6", f"training.global_batch_size={num_ranks}"]
+        few += ["data.eval_fraction=0.1", "training.eval_every_steps=3", "training.learning_rate=0.02"]
+        few += ["tracking.num_generations=3", f"tracking.generation_tokens={NUM_TOKENS}"]
+        return settings(checkpoint(family, torch.float32), data, *few, f"run.folder={base / case}", *more)
+
+    @once
+    def world(num_ranks: int) -> None:
+        run_ranks(num_ranks, train_all, {case: argv(case) for case in CASES if CASES[case][0] == num_ranks})
+
+    def find(case: str) -> list[str]:
+        world(CASES[case][0])
+        return argv(case)
+
+    return find
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_completions_are_those_of_stock_generate(
-    case: str, checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
-):
-    num_ranks, family, more = CASES[case]
-    rows = write_pairs(tmp_path / "pairs.jsonl") if "task=preference" in more else rows
-    model, folder = checkpoint(family, torch.float32), tmp_path / "run"
-    argv = settings(model, rows, "training.precision=float32", "training.max_steps=6")
-    argv += ["data.eval_fraction=0.1", "training.eval_every_steps=3", "training.learning_rate=0.02"]
-    argv += ["tracking.num_generations=3", f"tracking.generation_tokens={NUM_TOKENS}", f"run.folder={folder}", *more]
-    argv += [f"training.global_batch_size={num_ranks}"]
-    run_ranks(num_ranks, train_all, {"run": argv})
+def test_completions_are_those_of_stock_generate(case: str, trained: Callable[[str], list[str]]):
+    config = load_config(trained(case))
+    model, folder = Path(config.model.path), Path(config.run.folder)
     lines = read_lines(folder / "generations.jsonl")
     assert [line["step"] for line in lines] == [0] * 3 + [3] * 3 + [6] * 3
-    expected = {tuple(json.loads(row).values())[:2] for row in rows.read_text().splitlines()}
+    expected = {tuple(row.values())[:2] for row in read_lines(Path(config.data.path))}
     assert all((line["prompt"], line["reference"]) in expected for line in lines)
 
-    stock = load_stock(model, load_config(argv).quant)
+    stock = load_stock(model, config.quant)
     assert [line["completion"] for line in lines[:3]] == [complete(stock, line["prompt"]) for line in lines[:3]]
     trained = peft.PeftModel.from_pretrained(stock, folder / "adapter")
     assert [line["completion"] for line in lines[6:]] == [complete(trained, line["prompt"]) for line in lines[6:]]
@@ -83,14 +101,12 @@ def copied(model: TaskModel, processes: Processes) -> list[str]:
     return sorted(name for name in names if "lora_" not in name)
 
 
-# FSDP gives the head, a unit of its own, another class. Falcon's linear layers have one of their own.
-@pytest.mark.parametrize("case", [("llama", []), ("llama", [WHOLE]), ("falcon", ["quant=none"])], ids=str)
-def test_no_rank_copies_embeddings_head_or_layers(
-    case: tuple[str, list[str]], checkpoint: Callable[..., Path], rows: Path
-):
-    family, more = case
-    argv = settings(checkpoint(family), rows, "training.packing=auto", *more)
-    assert run_ranks(2, train_all, {0: argv}, copied, False)[0][0].inspected == []
+def test_no_rank_copies_embeddings_head_or_layers(checkpoint: Callable[..., Path], rows: Path):
+    """FSDP gives the head, a unit of its own, another class. Falcon's linear layers have one of their own."""
+    cases = {"llama": ("llama", []), "trained whole": ("llama", [WHOLE]), "falcon": ("falcon", ["quant=none"])}
+    runs = {case: settings(checkpoint(f), rows, "training.packing=auto", *more) for case, (f, more) in cases.items()}
+    found = run_ranks(2, train_all, runs, copied, False)[0]
+    assert {case: run.inspected for case, run in found.items()} == {case: [] for case in cases}
 
 
 def test_a_head_that_is_trained_writes_in_the_dtype_of_its_input(
@@ -99,7 +115,7 @@ def test_a_head_that_is_trained_writes_in_the_dtype_of_its_input(
     """Its weights are float32."""
     argv = settings(checkpoint("llama"), rows, WHOLE, "training.precision=bfloat16", "training.max_steps=1")
     argv += ["data.eval_fraction=0.1", "tracking.num_generations=1", f"run.folder={tmp_path / 'run'}"]
-    run_ranks(2, train_all, {0: argv})
+    run_ranks(2, train_all, {0: [*argv, f"tracking.generation_tokens={NUM_TOKENS}"]})
     assert len(read_lines(tmp_path / "run" / "generations.jsonl")) == 2
     assert "a pass through the model" not in (tmp_path / "run" / "train.log").read_text()
 

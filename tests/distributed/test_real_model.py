@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 PAIRS = Path(__file__).parents[2] / "demo" / "pairs.jsonl"
 QUESTIONS = ["What is the capital of France?", "What does `textwrap.dedent(text)` do?"]
 NUM_NEW = 8
-SOME = ["training.max_steps=2", "training.micro_batch_size=2", "training.max_length=96", "model.tokenizer_path=null"]
+SOME = ["training.max_steps=2", "training.global_batch_size=2", "training.max_length=96", "model.tokenizer_path=null"]
 
 
 def use(folder: Path, rows: Path) -> tuple[dict[str, list[float]], str]:

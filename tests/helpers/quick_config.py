@@ -31,6 +31,7 @@ COMPOSED = "TESTS_COMPOSED_FOLDER"
 
 setup_globals()  # the resolvers of ${now:...} and ${hydra:...}, which Hydra sets when it composes
 _compose_all = compose._compose
+_parser = OverridesParser.create()
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -51,7 +52,7 @@ def _compose(overrides: Sequence[str], folders: Sequence[Path], given: Sections)
     files = [text for text in overrides if not text.startswith("++")]
     stand_ins = hydra_files.stand_ins.get()
     config = pickle.loads(_compose_files(tuple(files), tuple(folders), json.dumps(given), json.dumps(stand_ins)))
-    for value in OverridesParser.create().parse_overrides(values):
+    for value in _parser.parse_overrides(values):
         OmegaConf.update(config, value.key_or_group, value.value(), merge=True, force_add=True)
     return config
 

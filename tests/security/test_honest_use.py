@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,13 +90,11 @@ def test_a_model_to_read_a_scratch_link_and_a_moved_run(shared: Path, rows: Path
     first = ["model.path=org/name", "run.folder=outputs/run", "training.max_steps=100000"]
     started = start_as_user(user, *train, *first)
     assert started.stdout is not None
-    output = ""
-    for line in started.stdout:
-        output += line
-        if re.match("[2-9][0-9]*/", line):  # a step, as a line of the table
-            break
+    metrics = scratch / "run" / "metrics.jsonl"
+    while started.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 1):
+        time.sleep(0.05)  # lines of the table come seldom
     started.send_signal(signal.SIGINT)
-    output += started.stdout.read()
+    output = started.stdout.read()
     assert started.wait() == 130, output
 
     steps = steps_of(scratch / "run")

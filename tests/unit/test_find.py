@@ -14,7 +14,7 @@ from qlora_fsdp import train
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, QuantConfig
-from qlora_fsdp.data import tokenizer as tokenizer_module
+from qlora_fsdp.data import tokenizer_files
 from qlora_fsdp.data.tokenizer import load_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.model.build import BuildSettings, build_model
@@ -153,6 +153,6 @@ def test_a_tokenizer_that_can_not_be_loaded_is_told_by_what_is_missing(
     with pytest.raises(CheckpointError, match=r"it has none of tokenizer\.json, tokenizer\.model, .*\. Set model"):
         load_tokenizer(model, DataConfig())
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
-    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"its tokenizer\.model needs `pip install sentencepiece`"):
         load_tokenizer(model, DataConfig())

@@ -17,6 +17,7 @@ from qlora_fsdp.config.batch_size import nearest_batch, round_default, sequences
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
 from qlora_fsdp.config.check_preference import check_preference
+from qlora_fsdp.config.check_task import check_task
 from qlora_fsdp.config.check_training import check_training
 from qlora_fsdp.config.schema import (
     AttnImplementation,
@@ -61,7 +62,7 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_bounds, check_model, check_data, check_preference, check_training, check_trackers)
+    checks = (_check_bounds, check_model, check_data, check_task, check_preference, check_training, check_trackers)
     problems = (problem for find in (*checks, _check_packages, _check_hub) for problem in find(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 

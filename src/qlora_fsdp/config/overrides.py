@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -133,8 +134,14 @@ def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:
     return [f"{group}={default_options()[group]}", f"{group}.path={value}"]
 
 
+@cache
+def _parser() -> OverridesParser:
+    """Hydra's, to be used again: it takes longer to make one than to read most overrides."""
+    return OverridesParser.create()
+
+
 def _parse(text: str, sweep: bool) -> Override | Problem:
-    parser = OverridesParser.create()
+    parser = _parser()
     key, equals, value = text.partition("=")
     if not equals and key.endswith((".yaml", ".yml")):
         return Problem(text, "is not of the form key=value.", f"Did you mean --config {text}?")
@@ -167,7 +174,7 @@ def _readable(key: str, value: str, setting: Setting | None) -> str | None:
 
     Such characters are common in paths and new tokens.
     """
-    parser = OverridesParser.create()
+    parser = _parser()
     items = value.removeprefix("[").removesuffix("]")
     forms = [value]
     if setting is not None and _takes_list(setting) and value == f"[{items}]" and not set("[]'\"") & set(items):

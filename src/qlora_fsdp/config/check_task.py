@@ -1,0 +1,56 @@
+"""Checks of the settings of the task: labels of texts and words. Part of `check_settings`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.text import is_number
+from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
+from qlora_fsdp.config.settings import is_default, problem_with, show
+
+
+def check_task(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with `task`, and with the settings of data that do not fit it."""
+    task = config.task
+    if not task.has_labels:
+        for key in ("task.problem_type", "task.labels", "task.class_weights"):
+            if not is_default(config, key):
+                fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."
+                yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
+        return
+    if config.training.packing is True:
+        reason = f"can't be used with {show('task.name', task.name)}: a labelled row is a sequence of its own."
+        yield problem_with(config, "training.packing", reason, f"Set task={task.name.value}, or training=padded.")
+    if config.data.format is not DataFormat.auto:
+        of_words = task.name is TaskName.token_classification
+        keys = "tokens and labels" if of_words else "text and label"
+        reason = f"has no effect with {show('task.name', task.name)}: rows have {keys}."
+        yield problem_with(config, "data.format", reason, "Set data.format=auto.")
+    is_regression = task.problem_type is ProblemType.regression
+    labels = task.labels or []
+    if task.name is TaskName.token_classification and task.problem_type is not ProblemType.single_label_classification:
+        reason = f"can't be used with {show('task.name', task.name)}: a word has one label."
+        yield problem_with(config, "task.problem_type", reason, "Leave it out, or set task=sequence_classification.")
+    if not is_regression and len(labels) < (2 if task.problem_type is ProblemType.single_label_classification else 1):
+        fix = "Set task.labels=[first,second,...], the values of label in the rows; in a YAML file if they are many."
+        yield problem_with(config, "task.labels", "names too few labels.", fix)
+    if len(set(labels)) < len(labels):
+        yield problem_with(config, "task.labels", "names a label twice.", "Name each once.")
+    weights = task.class_weights
+    if weights is None:
+        return
+    if is_regression:
+        fix = "Leave it out, or set another task.problem_type."
+        yield problem_with(config, "task.class_weights", "has no effect on a regression.", fix)
+    elif weights != "balanced" and not _are_weights(weights, len(labels)):
+        reason = f"is neither `balanced` nor a positive number for each of the {len(labels)} labels."
+        yield problem_with(config, "task.class_weights", reason, "Set task.class_weights=balanced, or such a list.")
+
+
+def _are_weights(value: Any, num_labels: int) -> bool:
+    if not isinstance(value, list) or len(value) != num_labels:
+        return False
+    return all(is_number(w) and 0 < w < math.inf for w in value)
