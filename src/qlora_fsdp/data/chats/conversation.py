@@ -16,7 +16,10 @@ from qlora_fsdp.data.chats.markers import explain_no_template
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_texts, has_generation_marks
 from qlora_fsdp.data.chats.turn_kinds import can_trace
 from qlora_fsdp.data.chats.turns import find_turns
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, called_name, is_trained
+from qlora_fsdp.data.columns import NOT_TEXT
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, WRONG_KEYS, BadRow, as_template_sees, called_name, is_trained
+
+THOUGHTS = ("thinking", "reasoning")
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 
@@ -47,6 +50,7 @@ def format_messages(
     else:
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
     check_calls(conversation, text, trace)
+    check_parts(conversation)
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
     spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
@@ -88,6 +92,37 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     if len(marks) != len(answers):
         raise BadRow(NO_TARGET, f"the chat template marks {len(marks)} of {len(answers)} answers, some not to train on")
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
+
+
+def check_parts(conversation: Conversation) -> None:
+    """Refuses a conversation with images and the like, and one with parts of a message that the template leaves out.
+
+    Many templates write nothing of a message in parts, so that the model would answer a question that it does not see.
+    Thoughts may be left out, as those under names of their own are.
+
+    Raises:
+        BadRow: a message has such a part.
+    """
+    for number, message in enumerate(conversation.messages):
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for place, part in enumerate(parts):
+            kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+            if any(medium in kind for medium in NOT_TEXT):
+                reason = f"message {number + 1} has a part of type {kind}, and training is on text alone"
+                raise BadRow(WRONG_KEYS, reason)
+            fewer = {**message, "content": [*parts[:place], *parts[place + 1 :]]}
+            says = kind not in THOUGHTS and part != {"type": "text", "text": ""}
+            if says and _is_same_without(conversation, number, fewer):
+                reason = f"it leaves out the part of type {kind} of message {number + 1}"
+                raise BadRow(REFUSED, f"{reason}; write text, or set data.chat_template to one that has such parts")
+
+
+def _is_same_without(conversation: Conversation, number: int, fewer: dict[str, Any]) -> bool:
+    """Whether the template writes a conversation as it does with less in one of its messages."""
+    try:
+        return conversation.render(conversation.messages) == conversation.render(conversation.replace(number, fewer))
+    except BadRow:  # a template that can't do without it writes it
+        return False
 
 
 def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
