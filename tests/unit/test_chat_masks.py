@@ -303,3 +303,13 @@ def test_parts_that_a_template_writes_are_trained_on():
     messages = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": parts}]
     text, spans = format_messages(messages, None, LossOn.completion, tokenizer)
     assert [text[slice(*span)] for span in spans] == ["(Hm.)A.<end>"]
+
+
+@pytest.mark.parametrize("role", ["human", "User", "function", "developer"])
+@pytest.mark.parametrize("said", ["Why?", "Because."])  # the same words as another message has
+def test_roles_that_a_template_does_not_write_are_told(role: str, said: str):
+    row = {"messages": [{"role": "user", "content": "Well?"}, {"role": role, "content": said}, *CHAT[2:]]}
+    row["messages"][-1] = {"role": "assistant", "content": "Because."}
+    assert marked(row, "../model_templates/qwen3").startswith(
+        f"refused by the chat template: it leaves out what message 2 says, of the {role}; write system, user, assistant"
+    )
