@@ -313,3 +313,12 @@ def test_roles_that_a_template_does_not_write_are_told(role: str, said: str):
     assert marked(row, "../model_templates/qwen3").startswith(
         f"refused by the chat template: it leaves out what message 2 says, of the {role}; write system, user, assistant"
     )
+
+
+def test_an_answer_of_fields_that_the_template_does_not_write_is_empty():
+    for fields in ({"reasoning_content": "Hm."}, {"id": 7, "name": "bot"}):
+        told = marked({"messages": [CHAT[1], {**CHAT[2], "content": "", **fields}]}, "gemma3")
+        reason = "empty: message 2, an answer to train on, is empty, and the chat template leaves out its "
+        assert told == reason + ", ".join(fields)
+    thought = {"messages": [CHAT[1], {**CHAT[2], "content": "", "reasoning_content": "Hm."}]}
+    assert "⟦<think>\nHm.\n</think>" in marked(thought, "../model_templates/qwen3")

@@ -51,6 +51,8 @@ def format_messages(
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
     check_calls(conversation, text, trace)
     check_parts(conversation)
+    if loss_on is LossOn.completion:
+        _check_fields(conversation, trained)
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
     spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
@@ -80,6 +82,16 @@ def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
         said = [value for key, value in message.items() if key != "role"]
         if is_target and not any(value.strip() if isinstance(value, str) else value for value in said):
             raise BadRow(EMPTY, f"message {number}, an answer to train on, is empty")
+
+
+def _check_fields(conversation: Conversation, trained: list[bool]) -> None:
+    """Refuses an answer to train on that is nothing but fields that the template does not write, such as thoughts."""
+    for number, (message, is_target) in enumerate(zip(conversation.messages, trained, strict=True)):
+        if is_target and not message.get("tool_calls") and not str(message.get("content", "")).strip():
+            fields = ", ".join(key for key in message if key not in ("role", "content"))
+            if _is_same_without(conversation, number, {"role": message["role"], "content": ""}):
+                reason = f"message {number + 1}, an answer to train on, is empty, and the chat template leaves out its"
+                raise BadRow(EMPTY, f"{reason} {shorten(fields)}")
 
 
 def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: list[bool]) -> list[Span]:
