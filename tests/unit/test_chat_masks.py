@@ -236,6 +236,7 @@ def test_parts_of_text_are_text(template: str):
             "wrong keys: message 2 has function_call, OpenAI's older form; write tool_calls",
         ),
         ({"messages": CHAT[1:], "images": ["a.png"]}, "wrong keys: the row has images, and training is on text alone"),
+        ({"prompt": "a", "completion": "b", "image": "a.png"}, "wrong keys: the row has image, and training is on"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "wrong keys: history is not empty"),
         ({"prompt": CHAT[:2], "completion": 3}, "wrong types: int beside a list of messages is neither text nor"),
         (
