@@ -33,6 +33,7 @@ from qlora_fsdp.config.schema import (
 )
 from qlora_fsdp.data.batch import Batch, collate
 from qlora_fsdp.data.preferences import read_answers
+from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.split import BatchSplit
@@ -99,6 +100,12 @@ def test_a_prompt_of_another_name_is_not_left_unread(tmp_path: Path) -> None:
     assert told in str(data.report.sources[0])
     renamed = prepare(tmp_path, [plain], columns={"prompt": "question"}).train
     assert rows_of(renamed) == [[("<bos>a b c<eos>", "c<eos>"), ("<bos>a b dd<eos>", "dd<eos>")]]
+
+
+def test_texts_about_an_image_are_told() -> None:
+    with pytest.raises(BadRow) as told:
+        read_answers({"prompt": "a", "chosen": "b", "rejected": "c", "image": "a.png"}, True, {})
+    assert told.value.detail == "the row has image, and training is on text alone"
 
 
 @pytest.mark.parametrize("columns", [{}, {"role": "from", "content": "value"}])

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chats.turns import num_common
-from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, TURN_KEYS, rename, show_keys
+from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, NOT_TEXT, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import format_row
 from qlora_fsdp.data.parse import parse_row
@@ -248,7 +248,8 @@ def _answer(
     if _is_empty(answer):
         raise BadRow(EMPTY, f"{key} is empty")
     if isinstance(prompt, str) and isinstance(answer, str):
-        return Answer(DataFormat.prompt_completion, {"prompt": prompt, "completion": answer}, label)
+        fields = {"prompt": prompt, "completion": answer, **{key: row.get(key) for key in NOT_TEXT}}
+        return Answer(*check_row(fields, DataFormat.prompt_completion, {}), label)
     messages = {
         "messages": join_answer(prompt, answer, turn_columns),
         **{key: row.get(key) for key in MORE_KEYS[DataFormat.messages]},
