@@ -314,6 +314,8 @@ def test_roles_that_a_template_does_not_write_are_told(role: str, said: str):
     assert marked(row, "../model_templates/qwen3").startswith(
         f"refused by the chat template: it leaves out what message 2 says, of the {role}; write system, user, assistant"
     )
+    with pytest.raises(DataError, match=f"here: refused by the chat template: .*of the {role}"):
+        chat_tokens(tokenizer_with("../model_templates/qwen3"), row["messages"][:2], None, "here")
 
 
 def test_an_answer_of_fields_that_the_template_does_not_write_is_empty():

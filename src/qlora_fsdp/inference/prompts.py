@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chats.calls import write_calls
-from qlora_fsdp.data.chats.conversation import check_parts
+from qlora_fsdp.data.chats.conversation import check_written
 from qlora_fsdp.data.chats.template import Conversation, check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees, check_row
@@ -124,7 +124,7 @@ def chat_tokens(
     try:
         template = tokenizer.get_chat_template(tools=tools)
         messages = write_calls(messages, template, tokenizer)
-        check_parts(Conversation(messages, tools, template, tokenizer))
+        check_written(Conversation(messages, tools, template, tokenizer))
         with limited_rendering():
             text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)
