@@ -116,12 +116,14 @@ def check_written(conversation: Conversation) -> None:
     Raises:
         BadRow: there is such a message.
     """
+    known = set(ROLES)
     for number, message in enumerate(conversation.messages):
         role, others = message["role"], {**message, "content": "other words"}
-        if role not in ROLES and _is_same_with(conversation, number, others):
+        if role not in known and _is_same_with(conversation, number, others):
             roles = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
             reason = f"it leaves out what message {number + 1} says, of the {role}; write {roles} as its role"
             raise BadRow(REFUSED, f"{reason}, or set data.chat_template to one that has it")
+        known.add(role)
         parts = message["content"] if isinstance(message.get("content"), list) else []
         for place, part in enumerate(parts):
             kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
