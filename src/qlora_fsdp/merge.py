@@ -84,9 +84,10 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         from qlora_fsdp.inference.trained import assemble_trained
 
     built_as = config
-    if settings.quantize is not None and settings.base == "full":  # whatever format the adapter was trained on
+    if settings.base == "full":  # whatever format the adapter was trained on
         # int8, which rows of any length can have, only says which layers are quantized: `takes_codes` has the last word
-        quant = replace(config.quant, load_in_4bit=False, load_in_8bit=True, embeddings=EmbeddingStorage.none)
+        names = settings.quantize is not None
+        quant = replace(config.quant, load_in_4bit=False, load_in_8bit=names, embeddings=EmbeddingStorage.none)
         built_as = replace(config, quant=quant)
     adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":

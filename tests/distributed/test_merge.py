@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge
 from qlora_fsdp.common import files
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.inference import merge_files
 from qlora_fsdp.weights.safetensors_files import read_headers
-from tests.helpers.checkpoints import VOCAB, make_checkpoint
+from tests.helpers.checkpoints import SHAPE, VOCAB, make_checkpoint, write_checkpoint
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
@@ -121,6 +121,18 @@ def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: P
     model.save_pretrained(tmp_path / "adapter")
     base = [f"model.path={bases[family]}", "model.tokenizer_path=bytes"]
     assert merge.main([f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'merged'}", *base]) == 0
+    torch.testing.assert_close(load_merged(tmp_path / "merged"), logits(model), rtol=0, atol=2e-5)
+
+
+def test_a_base_that_can_not_be_quantized_is_merged_onto_its_own_weights(tmp_path: Path):
+    """The default quantization would refuse layers of this width, and nothing is quantized."""
+    shape = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+    base = write_checkpoint(AutoConfig.for_model("llama", **SHAPE | shape), tmp_path / "base", torch.float32)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(load_stock(base, QuantConfig(load_in_4bit=False)), config)
+    model.save_pretrained(tmp_path / "adapter")
+    named = [f"model.path={base}", "model.tokenizer_path=bytes"]
+    assert merge.main([f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'merged'}", *named]) == 0
     torch.testing.assert_close(load_merged(tmp_path / "merged"), logits(model), rtol=0, atol=2e-5)
 
 

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.row import BadRow, check_row
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import load_tokenizer
+from qlora_fsdp.inference.prompts import chat_tokens
 
 TEMPLATES = Path(__file__).parents[1] / "helpers" / "templates"
 
@@ -233,6 +236,7 @@ def test_parts_of_text_are_text(template: str):
             "wrong keys: message 2 has function_call, OpenAI's older form; write tool_calls",
         ),
         ({"messages": CHAT[1:], "images": ["a.png"]}, "wrong keys: the row has images, and training is on text alone"),
+        ({"prompt": "a", "completion": "b", "image": "a.png"}, "wrong keys: the row has image, and training is on"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "wrong keys: history is not empty"),
         ({"prompt": CHAT[:2], "completion": 3}, "wrong types: int beside a list of messages is neither text nor"),
         (
@@ -254,3 +258,70 @@ def test_what_a_template_does_not_know_is_told_beside_its_own_words():
     assert told.startswith("refused by the chat template: ") and told.endswith("message 1 has parts: image, text")
     told = marked({"messages": [CHAT[1], call]}, shipped)
     assert told.endswith("'content'; message 2 calls tools and has no content")
+
+
+IMAGE, QUESTION = {"type": "image"}, {"type": "text", "text": "What is it?"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "problem"),
+    [
+        ([IMAGE, QUESTION], "a cat", "wrong keys: message 1 has a part of type image, and training is on text alone"),
+        ([{"type": "image_url"}], "a cat", "wrong keys: message 1 has a part of type image_url, and training is on"),
+        (["What is it?"], "a cat", "refused by the chat template: it leaves out the part of type str of message 1"),
+        ("Hi?", ["a cat"], "refused by the chat template: it leaves out the part of type str of message 2"),
+        (
+            "Hi?",
+            [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "a cat"}],
+            "refused by the chat template: it leaves out the part of type text of message 2; write text, or set",
+        ),
+    ],
+)
+def test_no_part_of_a_message_is_left_out_silently(asked: Any, answered: Any, problem: str):
+    """As in templates of Qwen 3, which write text alone, and nothing where content is something else."""
+    says = "{{ message.content if message.content is string else '' }}"
+    template = "{% for message in messages %}<{{ message.role }}>" + says + "<end>{% endfor %}"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template="chatml"))
+    tokenizer.chat_template = template
+    found = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 5000, BadRows.skip)(
+        {"place": ["row"], "row": [json.dumps({"messages": messages}).encode()]}
+    )
+    assert f"{found['problem'][0]}: {found['detail'][0]}".startswith(problem)
+    with pytest.raises(DataError, match="here: "):
+        chat_tokens(tokenizer, messages, None, "here")
+
+
+def test_parts_that_a_template_writes_are_trained_on():
+    thinks = "{% if part.type == 'thinking' %}({{ part.thinking }}){% else %}{{ part.text }}{% endif %}"
+    says = "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}" + thinks
+    says += "{% endfor %}{% endif %}"
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template="chatml"))
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>" + says + "<end>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    thought, answer, empty = {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "A."}, ""
+    parts = [thought, answer, {"type": "text", "text": empty}]
+    messages = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": parts}]
+    text, spans = format_messages(messages, None, LossOn.completion, tokenizer)
+    assert [text[slice(*span)] for span in spans] == ["(Hm.)A.<end>"]
+
+
+@pytest.mark.parametrize("role", ["human", "User", "function", "developer"])
+@pytest.mark.parametrize("said", ["Why?", "Because."])  # the same words as another message has
+def test_roles_that_a_template_does_not_write_are_told(role: str, said: str):
+    row = {"messages": [{"role": "user", "content": "Well?"}, {"role": role, "content": said}, *CHAT[2:]]}
+    row["messages"][-1] = {"role": "assistant", "content": "Because."}
+    assert marked(row, "../model_templates/qwen3").startswith(
+        f"refused by the chat template: it leaves out what message 2 says, of the {role}; write system, user, assistant"
+    )
+    with pytest.raises(DataError, match=f"here: refused by the chat template: .*of the {role}"):
+        chat_tokens(tokenizer_with("../model_templates/qwen3"), row["messages"][:2], None, "here")
+
+
+def test_an_answer_of_fields_that_the_template_does_not_write_is_empty():
+    for fields in ({"reasoning_content": "Hm."}, {"id": 7, "name": "bot"}):
+        told = marked({"messages": [CHAT[1], {**CHAT[2], "content": "", **fields}]}, "gemma3")
+        reason = "empty: message 2, an answer to train on, is empty, and the chat template leaves out its "
+        assert told == reason + ", ".join(fields)
+    thought = {"messages": [CHAT[1], {**CHAT[2], "content": "", "reasoning_content": "Hm."}]}
+    assert "⟦<think>\nHm.\n</think>" in marked(thought, "../model_templates/qwen3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from tests.helpers.lines import write_lines
@@ -228,3 +229,36 @@ def test_balanced_weights_of_labels_that_all_rows_have_or_none_are_positive():
     labels = np.array([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]], np.float32)
     task = TaskConfig(TaskName.sequence_classification, MULTI, ["all", "one", "none"])
     assert _balance(task, labels).tolist() == [0.25, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved", "columns"])
+def test_the_order_of_labels_that_a_table_states_is_no_other(tmp_path: Path, kind: str):
+    """`datasets` writes indices into the rows, and their names beside them."""
+    words, name = kind == "arrow", {"columns": "stars", "arrow": "ner_tags"}.get(kind, "label")
+    feature = datasets.ClassLabel(names=["neg", "pos"])
+    given = {"tokens": [["a", "b"]] * 2, name: [[0, 1]] * 2} if words else {"text": ["a", "b"], name: [0, 1]}
+    text = datasets.Value("string")
+    features = {"tokens": datasets.List(text), name: datasets.List(feature)} if words else {"text": text, name: feature}
+    rows = datasets.Dataset.from_dict(given, features=datasets.Features(features))
+    path = tmp_path / "rows.parquet"
+    if kind in ("parquet", "columns"):
+        rows.to_parquet(path)
+    else:
+        path = tmp_path / "rows"
+        rows.save_to_disk(path)
+
+    def prepare_as(*labels: str) -> PreparedData:
+        config = Config(
+            task=TaskConfig(
+                TaskName.token_classification if words else TaskName.sequence_classification, labels=[*labels]
+            ),
+            data=DataConfig(path=str(path), cache_folder=str(tmp_path / "cache")),
+            training=TrainingConfig(max_length=16, packing=False),
+        )
+        config.data.columns = {"label": "stars"} if kind == "columns" else {}
+        return prepare_data(config, byte_tokenizer(), one_process(), 259)
+
+    with pytest.raises(DataError, match=rf"column {name} has their indices. Set task.labels=\[neg,pos\]"):
+        prepare_as("pos", "neg")
+    prepare_as("NEG", "pos")
+    prepare_as("good", "bad")

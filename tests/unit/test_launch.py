@@ -215,6 +215,11 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
         (
+            ["-m", "lora.r=1,2", "run.name=${lora.rank}"],
+            {},
+            "'lora.rank' not found. Name an existing setting in ${...}.",
+        ),
+        (
             ["-m", "lora.r=1,2", "run.folder=/dev/null/x"],
             {},
             "run.folder=/dev/null/x can't be written: Not a directory.",

@@ -32,6 +32,8 @@ from qlora_fsdp.config.schema import (
     TrainingConfig,
 )
 from qlora_fsdp.data.batch import Batch, collate
+from qlora_fsdp.data.preferences import read_answers
+from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.split import BatchSplit
@@ -98,6 +100,32 @@ def test_a_prompt_of_another_name_is_not_left_unread(tmp_path: Path) -> None:
     assert told in str(data.report.sources[0])
     renamed = prepare(tmp_path, [plain], columns={"prompt": "question"}).train
     assert rows_of(renamed) == [[("<bos>a b c<eos>", "c<eos>"), ("<bos>a b dd<eos>", "dd<eos>")]]
+
+
+def test_texts_about_an_image_are_told() -> None:
+    with pytest.raises(BadRow) as told:
+        read_answers({"prompt": "a", "chosen": "b", "rejected": "c", "image": "a.png"}, True, {})
+    assert told.value.detail == "the row has image, and training is on text alone"
+
+
+@pytest.mark.parametrize("columns", [{}, {"role": "from", "content": "value"}])
+def test_turns_of_other_names_go_with_answers_of_text(columns: dict[str, str]) -> None:
+    row = {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": "Yes", "rejected": "No."}
+    chosen, _ = read_answers(row, True, {"prompt": "conversations", **columns})
+    user, answer = chosen.fields["messages"]
+    assert (user["role"], user["content"], user["train"]) == ("user", "Hi?", False)
+    assert answer == {"role": "assistant", "content": "Yes"}
+
+
+@pytest.mark.parametrize("turn", [{"from": "human", "value": "a b"}, {"role": "user", "content": "a b"}])
+@pytest.mark.parametrize("name", ["conversations", "messages"])
+def test_a_conversation_beside_answers_is_not_left_unread(tmp_path: Path, turn: dict[str, str], name: str) -> None:
+    answers, whole = {"chosen": "c", "rejected": "dd"}, {"chosen": "a b c", "rejected": "a b dd"}
+    data = prepare(tmp_path, [{name: [turn], **answers}, {name: [turn], **whole}])
+    assert rows_of(data.train) == [[("<bos>a b c<eos>", " c<eos>"), ("<bos>a b dd<eos>", " dd<eos>")]]
+    assert f"(no prompt; keys are {name}, chosen, rejected; set data.columns={{prompt: {name}}})" in str(
+        data.report.sources[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from qlora_fsdp.common.startup import is_first_rank
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, help_text, parse_arguments
 from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
-from qlora_fsdp.config.hydra_files import composing, reason_of, register_defaults, stand_ins, typed_defaults
+from qlora_fsdp.config.hydra_files import (
+    composing,
+    explain_interpolation,
+    register_defaults,
+    stand_ins,
+    typed_defaults,
+)
 from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
@@ -168,11 +174,7 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     try:
         values = _as_dict(composed, resolve=True)
     except OmegaConfBaseException as error:
-        reason = f"can't be resolved: {reason_of(error)}."
-        fix = "Name an existing setting in ${...}."
-        if "Environment variable" in reason:
-            fix = "Set the variable, or write ${oc.env:NAME,VALUE} with what counts without it."
-        raise ConfigError([Problem(error.full_key or "${...}", reason, fix)]) from None
+        raise ConfigError([explain_interpolation(error)]) from None
 
     typed, problems = deepcopy(typed_defaults()), list[Problem]()
     for section, section_values in values.items():

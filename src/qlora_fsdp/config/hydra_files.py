@@ -15,7 +15,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.text import first_line
@@ -88,6 +88,8 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
             f"is in a defaults list but does not exist: {group or 'this folder'} has {', '.join(options) or 'none'}.",
             did_you_mean(group, option, options),
         )
+    if isinstance(error, InterpolationResolutionError):
+        return explain_interpolation(error)
     if found := re.match(r"Error merging override \+*(.+)", str(error)):
         fix = "Write ${section.name} for the value of another setting."
         return Problem(found[1], f"can't be read: {reason_of(error.__cause__ or error)}.", fix)
@@ -101,6 +103,16 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
         fix = "List the values (a,b), or name the sweeper: hydra/sweeper=optuna (docs/sweeps.md)."
         return Problem("interval(...)", "is drawn from by sweepers of other packages.", fix)
     return Problem("The YAML files", f"can't be composed: {reason_of(error)}", "See the files under --config-dir.")
+
+
+def explain_interpolation(error: OmegaConfBaseException) -> Problem:
+    """Explain an error of `${...}` in a value."""
+    reason, fix = f"can't be resolved: {reason_of(error)}.", "Name an existing setting in ${...}."
+    if "Environment variable" in reason:
+        fix = "Set the variable, or write ${oc.env:NAME,VALUE} with what counts without it."
+    key = error.full_key or ""
+    is_ours = key and not key.startswith("hydra.")  # Hydra's own folder is made of run.folder
+    return Problem(key if is_ours else "A value with ${...}", reason, fix)
 
 
 def reason_of(error: BaseException) -> str:

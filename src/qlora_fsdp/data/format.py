@@ -77,11 +77,15 @@ def _check_words(row: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerB
     if messages[0]["role"] in SYSTEM and _leaves_out(row, 0, text, tokenizer):
         reason = "it leaves out the system message, with which generate and chat would begin"
         raise BadRow(REFUSED, f"{reason}; put that into the first message of the user")
-    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    for number in (*asked[:1], *([len(messages) - 1] if is_answered else [])):
+    numbers: dict[str, int] = {}  # the first message of each role, as a template writes them alike
+    for number, message in enumerate(messages):
+        numbers.setdefault(message["role"], number)
+    numbers.pop("assistant", None)
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        numbers["assistant"] = len(messages) - 1
+    for role, number in numbers.items():
         if _leaves_out(row, number, text, tokenizer):
-            what = f"what message {number + 1} says, of the {messages[number]['role']}"
+            what = f"what message {number + 1} says, of the {role}"
             raise BadRow(REFUSED, f"it leaves out {what}; set data.chat_template to one that has it")
 
 

@@ -54,7 +54,7 @@ class LabelledRowTokenizer:
         return out
 
     def _encode(self, raw: bytes) -> tuple[tuple[str, str], list[int], list[bool], list[float]]:
-        row = rename(parse_row(raw), _label_columns(self.columns, self.task))
+        row = rename(parse_row(raw), label_columns(self.columns, self.task))
         if self.task.name is TaskName.sequence_classification:
             text = _read_text(row)
             labels = read_labels(row, self.task)
@@ -81,7 +81,7 @@ class LabelledRowTokenizer:
         return problem, encoded["input_ids"], encoded["offset_mapping"]
 
 
-def _label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str]:
+def label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str]:
     """data.columns for rows with labels, in which `label` and `labels` mean the same."""
     key, other = ("labels", "label") if task.name is TaskName.token_classification else ("label", "labels")
     return {key if ours == other else ours: theirs for ours, theirs in columns.items()}
@@ -89,7 +89,7 @@ def _label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, st
 
 def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: TaskConfig) -> list[str]:
     """The columns of a table that rows with labels need; all of them if there is no label among them."""
-    columns = _label_columns(columns, task)
+    columns = label_columns(columns, task)
     is_words = task.name is TaskName.token_classification
     given, labels = ("tokens", WORD_LABEL_KEYS) if is_words else ("text", LABEL_KEYS)
     wanted = {columns.get(key, key) for key in (given, *labels)}
@@ -174,7 +174,7 @@ def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Ma
     other: tuple[str, list[Any]] | None = None
     for place, raw in rows:
         try:
-            row = rename(parse_row(raw), _label_columns(columns, task))
+            row = rename(parse_row(raw), label_columns(columns, task))
         except BadRow:
             continue
         value = row.get(_label_key(row) or "")

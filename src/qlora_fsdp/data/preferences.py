@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chats.turns import num_common
-from qlora_fsdp.data.columns import MORE_KEYS, TURN_KEYS, rename, show_keys
+from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, NOT_TEXT, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import format_row
 from qlora_fsdp.data.parse import parse_row
@@ -42,7 +42,8 @@ from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, a
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
-PROMPT_NAMES = ("question", "instruction", "query", "problem", "input")  # what data sets call a prompt of text
+# What data sets call a prompt, of text or of turns.
+PROMPT_NAMES = ("question", "instruction", "query", "problem", "input", *COMMON_NAMES["messages"])
 RESPONSES, RANKS, SCORES = "responses", "ranks", "scores"
 MAX_RESPONSES = 32  # of a row, which are 496 pairs
 MARGIN, MAX_MARGIN = "margin", 1e6
@@ -156,7 +157,9 @@ def _check_prompt(row: Mapping[str, Any]) -> None:
         return
     answers = json.dumps([row.get(key) for key in (*PAIR_KEYS, RESPONSES)])
     for name in PROMPT_NAMES:
-        text = row.get(name)
+        value = row.get(name)
+        turn = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
+        text = turn.get("content", turn.get("value")) if turn else value
         if isinstance(text, str) and text.strip() and json.dumps(text)[1:-1] not in answers:
             raise BadRow(WRONG_KEYS, f"no prompt; keys are {show_keys(row)}; set data.columns={{prompt: {name}}}")
 
@@ -245,12 +248,13 @@ def _answer(
     if _is_empty(answer):
         raise BadRow(EMPTY, f"{key} is empty")
     if isinstance(prompt, str) and isinstance(answer, str):
-        return Answer(DataFormat.prompt_completion, {"prompt": prompt, "completion": answer}, label)
+        fields = {"prompt": prompt, "completion": answer, **{key: row.get(key) for key in NOT_TEXT}}
+        return Answer(*check_row(fields, DataFormat.prompt_completion, {}), label)
     messages = {
-        "messages": join_answer(prompt, answer),
+        "messages": join_answer(prompt, answer, turn_columns),
         **{key: row.get(key) for key in MORE_KEYS[DataFormat.messages]},
     }
-    return Answer(*check_row(messages, DataFormat.messages, turn_columns), label)
+    return Answer(*check_row(messages, DataFormat.messages, {}), label)
 
 
 def _is_empty(answer: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.columns import NOT_TEXT, REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
+from qlora_fsdp.data.columns import MORE_KEYS, NOT_TEXT, REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
 
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
@@ -77,13 +77,13 @@ def check_row(
     elif form is DataFormat.messages:
         row = {**row, "messages": _rename_turns(row["messages"], columns)}
     elif form is DataFormat.prompt_completion and any(isinstance(row[key], list) for key in REQUIRED_KEYS[form]):
-        turns = _rename_turns(join_answer(row["prompt"], row["completion"]), columns)
+        turns = join_answer(row["prompt"], row["completion"], columns)
         form, row = DataFormat.messages, {**row, "messages": turns}
+    for key in NOT_TEXT:
+        if key in MORE_KEYS.get(form, ()) and row.get(key):
+            raise BadRow(WRONG_KEYS, f"the row has {key}, and training is on text alone")
     if form is DataFormat.messages:
         _check_messages(row["messages"])
-        for key in NOT_TEXT:
-            if row.get(key):
-                raise BadRow(WRONG_KEYS, f"the row has {key}, and training is on text alone")
         messages = [{**message, "content": _join_parts(message.get("content"))} for message in row["messages"]]
         row = {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
         system = row.get("system")
@@ -165,8 +165,10 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def join_answer(prompt: Any, answer: Any) -> list[Any]:
-    """A prompt and its answer, each text or messages, as a conversation in which the prompt is not trained on.
+def join_answer(prompt: Any, answer: Any, columns: Mapping[str, str]) -> list[Any]:
+    """A prompt and its answer, each text or turns, as messages of which the prompt's are not trained on.
+
+    Turns may have the names of ShareGPT, or those of data.columns.
 
     Raises:
         BadRow: one of them is neither.
@@ -174,6 +176,7 @@ def join_answer(prompt: Any, answer: Any) -> list[Any]:
     for value in (prompt, answer):
         if not isinstance(value, (str, list)):
             raise BadRow(WRONG_TYPES, f"{type_name(value)} beside a list of messages is neither text nor such a list")
+    prompt, answer = _rename_turns(prompt, columns), _rename_turns(answer, columns)
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     if isinstance(prompt, str):

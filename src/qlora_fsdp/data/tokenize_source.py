@@ -29,6 +29,7 @@ from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_counts import label_width
+from qlora_fsdp.data.label_order import check_label_order
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
@@ -214,6 +215,7 @@ def _plan(raw: datasets.Dataset, source: Source, config: Config, dropped: Sequen
         chosen = np.random.default_rng(config.row_seed).permutation(len(rows))[: data.max_rows]
         rows = rows[np.sort(chosen)]
     if config.task.has_labels:
+        check_label_order(source, config.task, data.columns)
         check_lists(((row["place"], row["row"]) for row in raw.select(rows)), config.task, data.columns)
     num_bytes = pc.binary_length(raw.data.column("row")).to_numpy()[rows]
     may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS

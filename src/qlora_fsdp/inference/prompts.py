@@ -14,7 +14,8 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chats.calls import write_calls
-from qlora_fsdp.data.chats.template import check_length, limited_rendering
+from qlora_fsdp.data.chats.conversation import check_written
+from qlora_fsdp.data.chats.template import Conversation, check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees, check_row
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
@@ -121,12 +122,16 @@ def chat_tokens(
     row = add_system_prompt(row, system) if system else row
     messages, tools = [as_template_sees(message) for message in row["messages"]], row["tools"]
     try:
-        messages = write_calls(messages, tokenizer.get_chat_template(tools=tools), tokenizer)
+        template = tokenizer.get_chat_template(tools=tools)
+        messages = write_calls(messages, template, tokenizer)
+        check_written(Conversation(messages, tools, template, tokenizer))
         with limited_rendering():
             text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)
     except DataError:
         raise
+    except BadRow as bad:
+        raise DataError(f"{place}: {bad.kind}: {bad.detail}. Correct it.") from bad
     except Exception as error:  # a template is a program, and its sandbox lets any error through
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."

@@ -16,16 +16,21 @@ from qlora_fsdp.data.chats.markers import explain_no_template
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_texts, has_generation_marks
 from qlora_fsdp.data.chats.turn_kinds import can_trace
 from qlora_fsdp.data.chats.turns import find_turns
+from qlora_fsdp.data.columns import NOT_TEXT
 from qlora_fsdp.data.row import (
     EMPTY,
     NO_TARGET,
     REFUSED,
+    WRONG_KEYS,
     BadRow,
     as_template_sees,
     called_name,
     function_of,
     is_trained,
 )
+
+ROLES = ("system", "user", "assistant", "tool")  # that templates know
+THOUGHTS = ("thinking", "reasoning")
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 
@@ -56,6 +61,9 @@ def format_messages(
     else:
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
     _check_calls(conversation, text, trace)
+    check_written(conversation)
+    if loss_on is LossOn.completion:
+        _check_fields(conversation, trained)
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
     spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
@@ -87,6 +95,16 @@ def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
             raise BadRow(EMPTY, f"message {number}, an answer to train on, is empty")
 
 
+def _check_fields(conversation: Conversation, trained: list[bool]) -> None:
+    """Refuses an answer to train on that is nothing but fields that the template does not write, such as thoughts."""
+    for number, (message, is_target) in enumerate(zip(conversation.messages, trained, strict=True)):
+        if is_target and not message.get("tool_calls") and not str(message.get("content", "")).strip():
+            fields = ", ".join(key for key in message if key not in ("role", "content"))
+            if _is_same_with(conversation, number, {"role": message["role"], "content": ""}):
+                reason = f"message {number + 1}, an answer to train on, is empty, and the chat template leaves out its"
+                raise BadRow(EMPTY, f"{reason} {shorten(fields)}")
+
+
 def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: list[bool]) -> list[Span]:
     """The spans of the template's marks that belong to answers to train on."""
     answers = [
@@ -97,6 +115,44 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     if len(marks) != len(answers):
         raise BadRow(NO_TARGET, f"the chat template marks {len(marks)} of {len(answers)} answers, some not to train on")
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
+
+
+def check_written(conversation: Conversation) -> None:
+    """Refuses a conversation with images and the like, and one of which the template leaves out a message or a part.
+
+    Many templates write nothing of a message in parts, or of a role that they do not know, so that the model would
+    answer a question that it does not see. Thoughts may be left out, as those under names of their own are.
+
+    Raises:
+        BadRow: there is such a message.
+    """
+    known = set(ROLES)
+    for number, message in enumerate(conversation.messages):
+        role, others = message["role"], {**message, "content": "other words"}
+        if role not in known and _is_same_with(conversation, number, others):
+            roles = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            reason = f"it leaves out what message {number + 1} says, of the {role}; write {roles} as its role"
+            raise BadRow(REFUSED, f"{reason}, or set data.chat_template to one that has it")
+        known.add(role)
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for place, part in enumerate(parts):
+            kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+            if any(medium in kind for medium in NOT_TEXT):
+                reason = f"message {number + 1} has a part of type {kind}, and training is on text alone"
+                raise BadRow(WRONG_KEYS, reason)
+            fewer = {**message, "content": [*parts[:place], *parts[place + 1 :]]}
+            says = kind not in THOUGHTS and part != {"type": "text", "text": ""}
+            if says and _is_same_with(conversation, number, fewer):
+                reason = f"it leaves out the part of type {kind} of message {number + 1}"
+                raise BadRow(REFUSED, f"{reason}; write text, or set data.chat_template to one that has such parts")
+
+
+def _is_same_with(conversation: Conversation, number: int, other: dict[str, Any]) -> bool:
+    """Whether the template writes a conversation as it does with another message in the place of one."""
+    try:
+        return conversation.render(conversation.messages) == conversation.render(conversation.replace(number, other))
+    except BadRow:  # a template that can't do without it writes it
+        return False
 
 
 def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
