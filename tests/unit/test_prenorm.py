@@ -77,7 +77,7 @@ class Layer(nn.Module):
 def plain(layer: Any, x: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Tensor:
     if scale is not None:
         kwargs["scale"] = scale
-    x = layer.a(layer.m(x), **kwargs)[0] + x
+    x = layer.a(hidden_states=layer.m(x), **kwargs)[0] + x
     return x + layer.drop(layer.b(layer.n(x)))
 
 
@@ -89,7 +89,8 @@ UNLIKE: list[Callable[..., Tensor]] = [
     lambda layer, x, **kwargs: plain(layer, x, **{**kwargs, "use_cache": True}),
     lambda layer, x, **kwargs: plain(layer, x, **kwargs, more=1),
     lambda layer, x, **kwargs: (plain(layer, x, **kwargs),),
-    lambda layer, x, **kwargs: x + layer.b(layer.n(x)) + layer.a(layer.m(x), **kwargs)[0],
+    lambda layer, x, **kwargs: x + layer.b(layer.n(x)) + layer.a(hidden_states=layer.m(x), **kwargs)[0],
+    lambda layer, x, **kwargs: (h := x + layer.a(layer.m(x), **kwargs)[0]) + layer.b(layer.n(h)),  # not by its name
     lambda layer, x, **kwargs: plain(layer, layer.n(x), **kwargs),
 ]
 

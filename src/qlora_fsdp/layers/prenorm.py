@@ -103,33 +103,51 @@ def find_roles(layer: nn.Module) -> Roles | None:
 
 
 class _StandIn(nn.Module):
-    """Stands for a norm or an MLP; or for an attention, which returns its weights too and remembers its arguments."""
+    """Stands for a norm or an MLP."""
 
-    def __init__(self, is_attention: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight, self.is_attention, self.kwargs = torch.randn(SIZE, SIZE), is_attention, dict[str, Any]()
+        self.weight = torch.randn(SIZE, SIZE)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class _Attention(nn.Module):
+    """Stands for an attention, which is called by names and returns its weights too. It remembers what it was given."""
+
+    kwargs: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = _StandIn()
+
+    def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         self.kwargs = kwargs
-        y = hidden_states @ self.weight
-        return (y, None) if self.is_attention else y
+        return self.product(hidden_states), None
+
+
+class _Probe(NamedTuple):
+    x: Tensor
+    expected: Tensor
+    attention: _Attention
+    stand_ins: tuple[nn.Module, ...]
 
 
 @cache
-def _make_probe() -> tuple[Tensor, Tensor, tuple[_StandIn, ...]]:
+def _make_probe() -> _Probe:
     """An input, what a pre-norm layer makes of it, and what stands for its parts, in the order of `Roles`."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         x = torch.randn(len(SCALES), 3, SIZE) * torch.tensor(SCALES).view(-1, 1, 1)
-        stand_ins = tuple(_StandIn(is_attention) for is_attention in (False, True, False, False))
-    norm, attention, second_norm, mlp = stand_ins
-    between = x + attention(norm(x))[0]
-    return x, between + mlp(second_norm(between)), stand_ins
+        norm, attention, second_norm, mlp = _StandIn(), _Attention(), _StandIn(), _StandIn()
+    between = x + attention(hidden_states=norm(x))[0]
+    return _Probe(x, between + mlp(second_norm(between)), attention, (norm, attention, second_norm, mlp))
 
 
 def _has_roles(layer: nn.Module, roles: Roles) -> bool:
     """Whether the layer's own forward gives what `PreNorm` gives, and hands all arguments on to the attention."""
-    x, expected, stand_ins = _make_probe()
+    x, expected, attention, stand_ins = _make_probe()
     small = dict(zip(roles, stand_ins, strict=True))
     probe = copy.copy(layer)
     probe._modules = {name: small.get(name) or copy.deepcopy(child) for name, child in layer._modules.items()}
@@ -143,7 +161,7 @@ def _has_roles(layer: nn.Module, roles: Roles) -> bool:
         if is_shortage(error):
             raise
         return False
-    arrived = small[roles.attention].kwargs
+    arrived = attention.kwargs
     arrives = arrived.keys() == kwargs.keys() and all(arrived[name] is value for name, value in kwargs.items())
     return arrives and isinstance(found, Tensor) and is_equal(found, expected)
 
