@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format
-from qlora_fsdp.layers.norm import NormAndResidual
+from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_fp8
 from tests.helpers.fused import differences, make_parts
 from tests.helpers.quantized import make_quantized
@@ -52,19 +52,26 @@ def test_fp8(format: Format, fused: bool, mlp: type[torch.nn.Module]):
     assert errors["output"] < 0.06
 
 
-@pytest.mark.parametrize("width", [96, 4096, 8192])
-def test_norm_and_residual(width: int):
+KINDS = [NormKind(1e-5, 0.0, True), NormKind(1e-6, 0.0, False), NormKind(1e-6, 1.0, False)]
+
+
+@pytest.mark.parametrize("width", [96, 128, 2880, 8192])
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms(kind: NormKind, width: int):
     torch.manual_seed(0)
     x, grad_y, grad_residual = torch.randn(3, 2, 70, width, device="cuda").bfloat16()
     weight = torch.randn(width, device="cuda").bfloat16()
     x.requires_grad_()
-    y, residual = NormAndResidual.apply(x, weight, 1e-5)
+    y, residual = NormAndResidual.apply(x, weight, kind)
     (grad_x,) = torch.autograd.grad([y, residual], x, [grad_y, grad_residual])
+    alone = FrozenNorm.apply(x, weight, kind)
+    (grad_alone,) = torch.autograd.grad(alone, x, grad_y)
     wide = x.detach().double().requires_grad_()
-    expected = weight.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    expected = (weight.double() + kind.offset) * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps)
     (expected_grad,) = torch.autograd.grad([expected, wide], wide, [grad_y.double(), grad_residual.double()])
-    for found, wanted in ((y, expected), (grad_x, expected_grad)):
+    for found, wanted in ((y, expected), (grad_x, expected_grad), (grad_alone, expected_grad - grad_residual.double())):
         assert (found - wanted).norm() < 1e-2 * wanted.norm()
+    assert torch.equal(alone, y)
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

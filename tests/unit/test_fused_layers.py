@@ -21,7 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
 from qlora_fsdp.layers.lora import SharedInput
-from qlora_fsdp.layers.norm import NormAndResidual, is_rms_norm
+from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind, is_rms_norm
 from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms
 
@@ -165,10 +165,6 @@ def test_small_adapters_reach_the_residual_stream():
     assert float((found * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=0.1)
 
 
-def plain_norm_and_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), x
-
-
 @pytest.fixture(scope="module")
 def triton_modules() -> tuple[ModuleType, ModuleType]:
     """The kernels' modules; tests/helpers/shared.py has switched Triton's interpreter on."""
@@ -227,16 +223,25 @@ class TestTritonKernels:
         torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(logits.double(), exact.grad if wants_grad else before.double(), rtol=1e-5, atol=1e-6)
 
-    def test_norm_and_residual(self, triton_modules):
+    @pytest.mark.parametrize("width", [96, 2500])  # several rows a program, and one
+    @pytest.mark.parametrize("kind", [NormKind(1e-5, 0.0, True), NormKind(1e-5, 1.0, False)])
+    def test_norms(self, triton_modules, kind: NormKind, width: int):
         torch.manual_seed(0)
-        x, residual_grad = torch.randn(2, 7, 96), torch.randn(2, 7, 96)
-        weight, grads = torch.randn(96), []
-        for dtype, split in ((torch.float32, NormAndResidual.apply), (torch.float64, plain_norm_and_residual)):
-            values = x.to(dtype, copy=True).requires_grad_()
-            y, again = split(values, weight.to(dtype), 1e-5)
-            (y.square().sum() + (again * residual_grad).sum()).backward()
-            grads.append((y.detach().double(), values.grad.double()))
-        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+        x, residual_grad = torch.randn(2, 13, width), torch.randn(2, 13, width)
+        weight, found, expected = torch.randn(width), [], []
+        values = x.clone().requires_grad_()
+        y, again = NormAndResidual.apply(values, weight, kind)
+        (y.square().sum() + (again * residual_grad).sum()).backward()
+        found += [y.detach().double(), values.grad.double()]
+        values = x.clone().requires_grad_()
+        FrozenNorm.apply(values, weight, kind).square().sum().backward()
+        found.append(values.grad.double())
+        exact = x.double().requires_grad_()
+        y = (weight.double() + kind.offset) * exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + kind.eps)
+        (grad,) = torch.autograd.grad(y.square().sum(), exact)
+        expected += [y.detach(), grad + residual_grad.double(), grad]
+        for mine, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("double_quant", [False, True])
     @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])

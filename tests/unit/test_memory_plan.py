@@ -18,6 +18,7 @@ from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations, ShardingStrategy
 from qlora_fsdp.data.tokenizer import NO_TOKENS
+from qlora_fsdp.layers.experts import grouped_products
 from qlora_fsdp.memory import ladders
 from qlora_fsdp.memory.choose import (
     CLOSE,
@@ -186,7 +187,10 @@ MEASURED_READING_PEERS = [
 @pytest.mark.parametrize(
     ("num_ranks", "model", "length", "size", "global_size", "more", "phases", "speed"), MEASURED_READING_PEERS
 )
-def test_gpus_that_read_peers_take_what_was_measured(num_ranks, model, length, size, global_size, more, phases, speed):
+def test_gpus_that_read_peers_take_what_was_measured(
+    num_ranks, model, length, size, global_size, more, phases, speed, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grouped_products, "SLICE_FOR_ROWS", 1)  # as it was when experts were measured
     settings = [f"model={model}", f"training.max_length={length}", f"training.global_batch_size={global_size}"]
     settings += [f"training.micro_batch_size={size}", "memory=keep", "lora.r=16", *RECORDED, *more]
     settings += ["memory.keep_dequantized=false"]

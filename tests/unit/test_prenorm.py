@@ -26,9 +26,9 @@ FAMILIES = {
     "granitemoe": USUAL._replace(mlp="block_sparse_moe"),
     "apertus": Roles("attention_layernorm", "self_attn", "feedforward_layernorm", "mlp"),
     "lfm2": Roles("operator_norm", "self_attn", "ffn_norm", "feed_forward"),  # of its layers with attention
-    "gemma": None,  # its norms multiply by 1 + weight
+    "gemma": USUAL,  # its norms multiply by 1 + weight
+    "gpt_oss": None,  # its MLP returns scores too
     "gemma2": None,  # four norms
-    "gpt_oss": None,  # its norms round after they multiply
     "olmo2": None,  # norms after attention and MLP
     "cohere": None,  # attention beside the MLP
     "gpt2": None,

@@ -1,13 +1,16 @@
-"""RMSNorms whose output is recomputed in backward, not kept, and which add the residual's gradient to their own."""
+"""RMSNorms: as one kernel; with the residual's gradient added to their own; and recomputed in backward, not kept."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from qlora_fsdp.layers.kernels.launch import runs_kernels
 
 Recompute = Callable[[Tensor], Tensor]
 
@@ -74,22 +77,82 @@ def normalize_as_stored(normalize: Recompute, x: Tensor) -> Tensor:
     return normalize(x)
 
 
+class NormKind(NamedTuple):
+    """What an RMSNorm computes: x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    Attributes:
+        eps: is added to the mean square.
+        offset: is added to the weight: 1 in Gemma's, 0 in others.
+        rounds_first: whether it rounds to the dtype of x before it multiplies, as Llama's does. Then `offset` is 0.
+    """
+
+    eps: float
+    offset: float
+    rounds_first: bool
+
+
+def normalize(kind: NormKind, norm: nn.Module, plain: Recompute, x: Tensor) -> Tensor:
+    """The forward of a frozen norm of this kind: on a GPU one kernel, and one for the gradient of x; else `plain`."""
+    return _compute(kind, norm, x) if runs_kernels(x) else plain(x)
+
+
+def norm_and_residual(
+    kind: NormKind, norm: nn.Module, x: Tensor, last_norm: LastNorm | None = None
+) -> tuple[Tensor, Tensor]:
+    """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    if not runs_kernels(x) or weight.requires_grad:
+        return norm(x), x
+    y, residual = NormAndResidual.apply(x, weight, kind)  # type: ignore[no-untyped-call]
+    if last_norm is not None:  # the norm's own forward did not run, so it has remembered nothing
+        last_norm.remember(residual, y, partial(_compute, kind, norm))
+    return y, residual
+
+
+def _compute(kind: NormKind, norm: nn.Module, x: Tensor) -> Tensor:
+    return FrozenNorm.apply(x, norm.weight, kind)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class FrozenNorm(torch.autograd.Function):
+    """RMSNorm with a frozen weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+        return _forward(ctx, x, weight, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, grads[0], None), None, None
+
+
 class NormAndResidual(torch.autograd.Function):
     """RMSNorm with a frozen weight, and its input once more."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        from qlora_fsdp.layers.kernels import triton_norm
-
-        y_ND, scales = triton_norm.forward(x.reshape(-1, x.shape[-1]), weight, eps)
-        ctx.save_for_backward(x, weight, scales)
-        return y_ND.view(x.shape), x.view_as(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
+        return _forward(ctx, x, weight, kind), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from qlora_fsdp.layers.kernels import triton_norm
+        return _backward(ctx, *grads), None, None
 
-        x, weight, scales = ctx.saved_tensors
-        grad_y, grad_residual = (grad.reshape(-1, x.shape[-1]).contiguous() for grad in grads)
-        grad_x = triton_norm.backward(x.reshape(-1, x.shape[-1]), weight, scales, grad_y, grad_residual)
-        return grad_x.view(x.shape), None, None
+
+def _forward(ctx: Any, x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    from qlora_fsdp.layers.kernels import triton_norm
+
+    x = x.contiguous()
+    y_ND, scales = triton_norm.forward(x.view(-1, x.shape[-1]), weight, *kind)
+    ctx.save_for_backward(x, weight, scales)
+    ctx.offset = kind.offset
+    return y_ND.view(x.shape)
+
+
+def _backward(ctx: Any, grad_y: Tensor, grad_residual: Tensor | None) -> Tensor:
+    from qlora_fsdp.layers.kernels import triton_norm
+
+    x, weight, scales = ctx.saved_tensors
+    x_ND, grad_y = x.view(-1, x.shape[-1]), grad_y.reshape(-1, x.shape[-1]).contiguous()
+    if grad_residual is not None:
+        grad_residual = grad_residual.reshape(-1, x.shape[-1]).contiguous()
+    grad_x: Tensor = triton_norm.backward(x_ND, weight, scales, grad_y, grad_residual, ctx.offset)
+    return grad_x.view(x.shape)

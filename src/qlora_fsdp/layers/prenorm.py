@@ -7,17 +7,16 @@ as for gated MLPs (gated.py).
 from __future__ import annotations
 
 import copy
-from functools import cache, partial
+from functools import cache
 from itertools import permutations, product
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.gated import SCALES, SIZE, facts, is_equal
-from qlora_fsdp.layers.kernels.launch import runs_kernels
-from qlora_fsdp.layers.liger import stock_classes
-from qlora_fsdp.layers.norm import LastNorm, NormAndResidual, is_rms_norm
+from qlora_fsdp.layers.gated import SCALES, SIZE, is_equal
+from qlora_fsdp.layers.norm import LastNorm, NormKind, is_rms_norm, norm_and_residual
+from qlora_fsdp.layers.norm_kinds import find_kind
 from qlora_fsdp.runtime.hardware import is_shortage
 
 
@@ -41,34 +40,18 @@ class PreNorm(nn.Module):
     """
 
     roles: Roles
+    kinds: tuple[NormKind, NormKind]
     last_norm: LastNorm | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BLD -> y_BLD; the other arguments are the attention's, by their names."""
         if args:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-        norm, attention, second_norm, mlp = (self._modules[name] for name in self.roles)
-        assert attention is not None and mlp is not None
-        x, residual = norm_and_residual(norm, hidden_states, self.last_norm)
+        norm, attention, second_norm, mlp = cast(list[nn.Module], [self._modules[name] for name in self.roles])
+        x, residual = norm_and_residual(self.kinds[0], norm, hidden_states, self.last_norm)
         x, _ = attention(hidden_states=x, **kwargs)
-        x, residual = norm_and_residual(second_norm, residual + x, self.last_norm)
+        x, residual = norm_and_residual(self.kinds[1], second_norm, residual + x, self.last_norm)
         return residual + mlp(x)  # type: ignore[no-any-return]
-
-
-def norm_and_residual(norm: Any, x: Tensor, last_norm: LastNorm | None) -> tuple[Tensor, Tensor]:
-    """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
-    if not runs_kernels(x) or norm.weight.requires_grad:
-        return norm(x), x
-    y, residual = NormAndResidual.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
-    if last_norm is not None:  # the norm's own forward did not run, so it has remembered nothing
-        last_norm.remember(residual, y, partial(_normalize, norm))
-    return y, residual
-
-
-def _normalize(norm: Any, x: Tensor) -> Tensor:
-    from qlora_fsdp.layers.kernels import triton_norm
-
-    return triton_norm.forward(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)[0].view(x.shape)
 
 
 def join_norms(layer: nn.Module) -> None:
@@ -77,16 +60,18 @@ def join_norms(layer: nn.Module) -> None:
     This takes a class, not a `forward` of the instance: to recompute a layer, transformers calls its class's forward.
     """
     if (roles := find_roles(layer)) is not None:
-        layer.__class__ = _with_joined_norms(cast(Any, type(layer)), roles)
+        kinds = tuple(find_kind(cast(nn.Module, layer._modules[name])) for name in (roles.norm, roles.second_norm))
+        layer.__class__ = _with_joined_norms(cast(Any, type(layer)), roles, kinds)
 
 
 @cache
-def _with_joined_norms(kind: Any, roles: Roles) -> type[nn.Module]:
-    return type(kind.__name__, (PreNorm, kind), {"__module__": kind.__module__, "roles": roles})
+def _with_joined_norms(layer: Any, roles: Roles, kinds: tuple[NormKind, NormKind]) -> type[nn.Module]:
+    own = {"__module__": layer.__module__, "roles": roles, "kinds": kinds}
+    return type(layer.__name__, (PreNorm, layer), own)
 
 
 def find_roles(layer: nn.Module) -> Roles | None:
-    """Recognise a pre-norm layer; None if it computes anything else, or has other norms than the kernel.
+    """Recognise a pre-norm layer; None if it computes anything else, or has norms that the kernel does not compute.
 
     Args:
         layer: as transformers made it, on any device; what is in it may be quantized and adapted.
@@ -96,7 +81,7 @@ def find_roles(layer: nn.Module) -> Roles | None:
     children = {name: child for name, child in layer._modules.items() if child is not None}
     norms = [name for name, child in children.items() if is_rms_norm(child)]
     others = [name for name, child in children.items() if name not in norms and any(True for _ in child.parameters())]
-    if len(norms) != 2 or len(others) != 2 or not all(_is_as_in_the_kernel(children[name]) for name in norms):
+    if len(norms) != 2 or len(others) != 2 or None in [find_kind(children[name]) for name in norms]:
         return None
     every = (Roles(n, a, s, m) for (n, s), (a, m) in product(permutations(norms), permutations(others)))
     return next((roles for roles in every if _has_roles(layer, roles)), None)
@@ -164,38 +149,3 @@ def _has_roles(layer: nn.Module, roles: Roles) -> bool:
     arrived = attention.kwargs
     arrives = arrived.keys() == kwargs.keys() and all(arrived[name] is value for name, value in kwargs.items())
     return arrives and isinstance(found, Tensor) and is_equal(found, expected)
-
-
-_norms: dict[Any, bool] = {}
-
-
-def _is_as_in_the_kernel(norm: nn.Module) -> bool:
-    """Whether a norm computes what kernels/triton_norm.py does, which rounds before it multiplies with the weight.
-
-    Of Liger's norms, which compute on GPUs alone, the classes are asked in whose places they stand.
-    """
-    eps = getattr(norm, "variance_epsilon", None)
-    if eps is None or list(norm._parameters) != ["weight"] or norm._modules:
-        return False
-    if (key := facts(norm)) not in _norms:
-        kinds = stock_classes(type(norm)) or [type(norm)]
-        _norms[key] = all(_normalizes(kind, norm, eps) for kind in kinds)
-    return _norms[key]
-
-
-def _normalizes(kind: Any, norm: nn.Module, eps: float) -> bool:
-    """Whether the forward of a class of norms, with a norm's attributes, is the kernel's, to the bit in bfloat16."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
-        x = (torch.randn(len(SCALES), 3, SIZE) * torch.tensor(SCALES).view(-1, 1, 1)).bfloat16()
-        weight, wide = torch.randn(SIZE).bfloat16(), x.float()
-        probe = kind.__new__(kind)
-        probe.__dict__.update(vars(norm), _parameters={"weight": nn.Parameter(weight)})
-        try:
-            found = kind.forward(probe, x)
-        except Exception as error:  # it has other attributes
-            if is_shortage(error):
-                raise
-            return False
-        expected = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).bfloat16()
-        return isinstance(found, Tensor) and torch.equal(found, expected)

@@ -9,7 +9,8 @@ modules of this folder define the changes. Only this module makes them, at four 
     a run is prepared               rewire        in this order:
                                                   1. `format` of 4-bit layers names the kernel that dequantizes
                                                   2. `matmul` of quantized layers multiplies in fp8
-                                                  3. `__class__` of transformer layers joins norms and residuals
+                                                  3. `forward` of norms is one kernel, and `__class__` of transformer
+                                                     layers joins norms and residuals
                                                   4. `group` of q, k and v makes them one computation
                                                   5. `forward` of gated MLPs becomes one computation
                                                   6. `forward` of the heads' norms copies nothing
@@ -39,7 +40,14 @@ from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
-from qlora_fsdp.layers.norm import LastNorm, is_rms_norm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.norm import (
+    LastNorm,
+    is_rms_norm,
+    normalize,
+    normalize_and_remember,
+    normalize_as_stored,
+)
+from qlora_fsdp.layers.norm_kinds import find_kind
 from qlora_fsdp.layers.prenorm import join_norms
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
@@ -111,6 +119,8 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
     modules = list(model.modules())
     if norms:
         for module in modules:
+            if (kind := find_kind(module)) is not None and not module.weight.requires_grad:
+                module.forward = partial(normalize, kind, module, module.forward)
             join_norms(module)
     num_groups = sum(_group_same_input(module) for module in modules)
     num_groups += sum(_fuse_mlp(module) for module in modules)

@@ -150,8 +150,8 @@ class Dequantizer(Enum):
 
 @dataclass
 class KernelsConfig:
-    # RMS norms. auto: Liger's fused kernels (arXiv:2410.10989) on a GPU, where they are installed and know the model;
-    # else torch's own operations.
+    # RMS norms on a GPU. auto: a kernel of this project where they are frozen (and fuse_layers is true), else Liger's
+    # (arXiv:2410.10989) where it is installed and knows the model; liger: Liger's alone; torch: its own operations.
     rms_norm: Kernel = Kernel.auto
     # Rotary position embeddings.
     rotary: Kernel = Kernel.auto
@@ -166,6 +166,6 @@ class KernelsConfig:
     # writes whole weights alone.
     dequantize: Dequantizer = Dequantizer.bitsandbytes
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
-    # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
-    # with its residual. false computes each by itself.
+    # DoRA. On a GPU with rms_norm=auto, norms and residuals of pre-norm layers, such as Llama's, are also computed
+    # together. false computes each by itself.
     fuse_layers: bool = True

@@ -14,6 +14,7 @@ from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 from qlora_fsdp.layers.kernels.triton_gate import _activate
 
 MAX_BLOCK = 2048  # columns that a program holds at a time
+MAX_IN_TURN = 512  # the same in backward, where gate and up are in turn: 207 us in place of 549 (16,384 x 2,880, H100)
 TILE = 8192, 2048  # elements of adapters that a program converts, with and without transposing them
 Gate = tuple[str, bool, float, float, float]  # the fields of expert_gate.Gate
 
@@ -227,6 +228,7 @@ def activate_backward(y_SU: Tensor, w_S: Tensor, grad_SI: Tensor, gate: Gate, ou
     num_rows, width = grad_SI.shape
     kind, is_interleaved, alpha, limit, offset = gate
     act, grad_w = torch.empty_like(grad_SI), torch.empty(num_rows, dtype=torch.float32, device=y_SU.device)
+    block = _block(width)
     _activate_backward_kernel[(num_rows,)](
         y_SU,
         w_S,
@@ -241,7 +243,7 @@ def activate_backward(y_SU: Tensor, w_S: Tensor, grad_SI: Tensor, gate: Gate, ou
         offset,
         KIND=kind,
         INTERLEAVED=is_interleaved,
-        BLOCK=_block(width),
+        BLOCK=min(MAX_IN_TURN, block) if is_interleaved else block,
         num_warps=4,
     )
     return act, grad_w

@@ -1,60 +1,126 @@
-"""Triton kernels of RMSNorm (arXiv:1910.07467) with a residual beside it (layers/norm.py). Imported on GPUs only."""
+"""Triton kernels of RMSNorm (arXiv:1910.07467), with or without a residual beside it (layers/norm.py).
+
+Imported on GPUs only. A frozen weight needs no gradient, so rows have nothing to do with one another.
+"""
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
+TILE = 2048  # elements of a program: several rows, where they are short
+
 
 @kernel
 @triton.jit
-def _norm_forward_kernel(x, weight, y, scales, width, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _norm_forward_kernel(
+    x,
+    weight,
+    y,
+    scales,
+    num_rows,
+    width,
+    eps,
+    offset,
+    ROUNDS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    is_column = columns < width
-    values = tl.load(x + row * width + columns, mask=is_column, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
-    tl.store(scales + row, scale)
-    normed = (values * scale).to(y.dtype.element_ty)  # rounded before the weight, as transformers does
+    is_row, is_column = rows < num_rows, columns < width
+    places, is_there = rows[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
+    values = tl.load(x + places, mask=is_there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / width + eps)
+    tl.store(scales + rows, scale, mask=is_row)
+    normed = values * scale[:, None]
     factors = tl.load(weight + columns, mask=is_column, other=0.0)
-    tl.store(y + row * width + columns, normed * factors, mask=is_column)
+    if ROUNDS_FIRST:
+        tl.store(y + places, normed.to(y.dtype.element_ty) * factors[None, :], mask=is_there)
+    else:
+        factors = factors.to(tl.float32) + offset
+        tl.store(y + places, (normed * factors[None, :]).to(y.dtype.element_ty), mask=is_there)
 
 
 @kernel
 @triton.jit
-def _norm_backward_kernel(x, weight, scales, grad_y, grad_residual, grad_x, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _norm_backward_kernel(
+    x,
+    weight,
+    scales,
+    grad_y,
+    grad_residual,
+    grad_x,
+    num_rows,
+    width,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    is_column = columns < width
-    places = row * width + columns
-    scale = tl.load(scales + row)
-    normed = tl.load(x + places, mask=is_column, other=0.0).to(tl.float32) * scale
-    grad = tl.load(grad_y + places, mask=is_column, other=0.0).to(tl.float32)
-    grad *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
-    residual = tl.load(grad_residual + places, mask=is_column, other=0.0).to(tl.float32)
-    total = scale * (grad - normed * (tl.sum(grad * normed, 0) / width)) + residual
-    tl.store(grad_x + places, total.to(grad_x.dtype.element_ty), mask=is_column)
+    is_row, is_column = rows < num_rows, columns < width
+    places, is_there = rows[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
+    scale = tl.load(scales + rows, mask=is_row, other=0.0)[:, None]
+    normed = tl.load(x + places, mask=is_there, other=0.0).to(tl.float32) * scale
+    grad = tl.load(grad_y + places, mask=is_there, other=0.0).to(tl.float32)
+    grad *= (tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32) + offset)[None, :]
+    total = scale * (grad - normed * (tl.sum(grad * normed, 1) / width)[:, None])
+    if HAS_RESIDUAL:
+        total += tl.load(grad_residual + places, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(grad_x + places, total.to(grad_x.dtype.element_ty), mask=is_there)
 
 
-def forward(x_ND: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x over its root mean square, times the weight; and one over the root mean square, float32 [N]."""
+def forward(
+    x_ND: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x over its root mean square, times weight + offset; and one over the root mean square, float32 [N].
+
+    Args:
+        x_ND: contiguous.
+        weight: [D].
+        eps: is added to the mean square.
+        offset: is added to the weight; 0 if `rounds_first`.
+        rounds_first: whether x over its root mean square is rounded to the dtype of x before the weight multiplies it.
+    """
     num_rows, width = x_ND.shape
     y, scales = torch.empty_like(x_ND), torch.empty(num_rows, dtype=torch.float32, device=x_ND.device)
-    _norm_forward_kernel[(num_rows,)](x_ND, weight, y, scales, width, eps, **_blocks(width))
+    grid, blocks = _blocks(num_rows, width)
+    options = {"ROUNDS_FIRST": rounds_first, **blocks}
+    _norm_forward_kernel[grid](x_ND, weight, y, scales, num_rows, width, eps, offset, **options)
     return y, scales
 
 
-def backward(x_ND: Tensor, weight: Tensor, scales: Tensor, grad_y: Tensor, grad_residual: Tensor) -> Tensor:
-    """The gradient of x through the norm plus its gradient through the residual; all are [N, D] and contiguous."""
+def backward(
+    x_ND: Tensor, weight: Tensor, scales: Tensor, grad_y: Tensor, grad_residual: Tensor | None, offset: float = 0.0
+) -> Tensor:
+    """The gradient of x through the norm, plus its gradient through the residual; all are [N, D] and contiguous."""
     num_rows, width = x_ND.shape
-    grad_x = torch.empty_like(x_ND)
-    _norm_backward_kernel[(num_rows,)](x_ND, weight, scales, grad_y, grad_residual, grad_x, width, **_blocks(width))
+    grad_x, (grid, blocks) = torch.empty_like(x_ND), _blocks(num_rows, width)
+    has_residual = grad_residual is not None
+    _norm_backward_kernel[grid](
+        x_ND,
+        weight,
+        scales,
+        grad_y,
+        grad_residual if has_residual else grad_y,
+        grad_x,
+        num_rows,
+        width,
+        offset,
+        HAS_RESIDUAL=has_residual,
+        **blocks,
+    )
     return grad_x
 
 
-def _blocks(width: int) -> dict[str, int]:
+def _blocks(num_rows: int, width: int) -> tuple[tuple[int], dict[str, Any]]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    rows = max(1, TILE // block)
+    return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
