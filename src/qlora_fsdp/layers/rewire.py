@@ -114,7 +114,7 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
 
     Args:
         model: with adapters on quantized layers, on meta or not; changed in place.
-        norms: join norms and residuals too.
+        norms: compute frozen norms by one kernel, and join norms and residuals, too.
     """
     modules = list(model.modules())
     if norms:
