@@ -1,8 +1,10 @@
-"""Pre-norm layers: which layers prove to be such, and that they compute what they computed before."""
+"""Norms and pre-norm layers: which prove to be of a known form, and that they compute what they computed before."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from qlora_fsdp.config.schema import KernelsConfig
-from qlora_fsdp.layers import liger
+from qlora_fsdp.layers import liger, norm
+from qlora_fsdp.layers.norm import is_rms_norm
 from qlora_fsdp.layers.prenorm import PreNorm, Roles, find_roles, join_norms
+from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms
 
 USUAL = Roles("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 FAMILIES = {
@@ -67,8 +71,8 @@ class Layer(nn.Module):
         self.a, self.b = Attention(16, 16), nn.Linear(16, 16)
         self.drop, self.after = nn.Dropout(0.0), nn.Dropout(0.5)
         self.n, self.m = LlamaRMSNorm(16), LlamaRMSNorm(16)
-        for norm in (self.n, self.m):
-            nn.init.normal_(norm.weight)
+        for each in (self.n, self.m):
+            nn.init.normal_(each.weight)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.compute(self, x, *args, **kwargs)
@@ -134,3 +138,38 @@ def test_ligers_norm_is_what_it_stands_for(monkeypatch: pytest.MonkeyPatch):
         for (owner, name), value in liger._stock.items():
             setattr(owner, name, value)
     assert modeling_llama.LlamaRMSNorm is stock
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gemma", "gpt_oss"])
+def test_models_with_norms_by_the_kernel(family: str, recompute: bool, monkeypatch: pytest.MonkeyPatch):
+    """In Triton's interpreter: norms of heads and layers, joined with residuals or not, against transformers' own."""
+    pytest.importorskip("triton")
+    kernels = import_module("qlora_fsdp.layers.kernels.triton_norm")
+    torch.manual_seed(0)
+    stock: Any = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32).requires_grad_(False)
+    norms = [module for module in stock.modules() if is_rms_norm(module)]
+    for module in norms:
+        nn.init.uniform_(module.weight, 0.5, 1.5)
+    ours = copy.deepcopy(stock)
+    fuse_layers(ours)
+    for layer in ours.model.layers if recompute else ():
+        recompute_norms(layer)
+    x, forward, results, num_calls = torch.randn(1, 7, stock.config.hidden_size), kernels.forward, [], 0
+
+    def counted(*args: Any) -> tuple[Tensor, Tensor]:
+        nonlocal num_calls
+        num_calls += 1
+        return forward(*args)
+
+    monkeypatch.setattr(norm, "runs_kernels", lambda _: True)
+    monkeypatch.setattr(kernels, "forward", counted)
+    for model in (stock, ours):
+        leaf = x.clone().requires_grad_()
+        logits = model(inputs_embeds=leaf, use_cache=False).logits
+        logits.square().mean().backward()
+        results.append((logits.detach(), leaf.grad))
+    assert num_calls == len(norms)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
