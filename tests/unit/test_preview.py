@@ -19,7 +19,7 @@ from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
-from qlora_fsdp.data.notes import check_date, check_prompt
+from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
@@ -237,3 +237,15 @@ def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: P
     assert check_date(tokenizer, Config(data=replace(data, system_prompt="Be brief."))) == []
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
     assert check_date(tokenizer, Config(data=data)) == []
+
+
+def test_a_system_prompt_that_is_written_nowhere_is_told(tmp_path: Path):
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello!"}]
+    texts, chats = ({"prompt": "hi", "completion": "Hello!"}, {"messages": said})
+    for number, row in enumerate((texts, chats)):
+        path = write_lines(tmp_path / f"{number}.jsonl", [row])
+        config = Config(data=DataConfig(path=str(path), system_prompt="Be brief."))
+        notes = check_system_prompt(config)
+        assert len(notes) == (row is texts)
+        assert not notes or f"the first row of {path} is none: its form is prompt_completion" in notes[0]
+        assert check_system_prompt(replace(config, data=replace(config.data, system_prompt=None))) == []

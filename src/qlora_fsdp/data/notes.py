@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation
@@ -34,6 +35,7 @@ def note_mistakes(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
         *check_end_token(tokenizer, config),
         *check_prompt(tokenizer, config),
         *check_date(tokenizer, config),
+        *check_system_prompt(config),
     ]
 
 
@@ -88,6 +90,19 @@ def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
         f"the chat template writes the day's date into conversations, {_show(dates[0])} today. Rows keep the date of "
         "the day on which they were tokenized, in later runs too, and generate and chat write that of their own day. "
         "For one date everywhere set data.chat_template to a copy in which it stands; it is saved with the adapter."
+    ]
+
+
+def check_system_prompt(config: Config) -> list[str]:
+    """Returns a note if the data that data.system_prompt is for begins with a row that is no conversation."""
+    paths = training_paths(config.data)
+    data = settings_for(paths[0], config.data) if paths else config.data
+    found = find_first(config) if data.system_prompt is not None else None
+    if found is None or found[0] is DataFormat.messages:
+        return []
+    return [
+        f"{show('data.system_prompt', data.system_prompt)} is written into conversations alone, and the first row of "
+        f"{paths[0]} is none: its form is {found[0].value}."
     ]
 
 

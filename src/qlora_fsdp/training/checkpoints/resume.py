@@ -131,7 +131,7 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
         changes.append(f"{plural(num_ranks, 'rank')} (was {checkpoint.num_ranks})")
         if is_8bit:
             reason = f"keeps its state by rank: {num_ranks} ranks can't go on from the {checkpoint.num_ranks} of"
-            fix = f"Start {checkpoint.num_ranks} processes, or set checkpoint.resume=none to start anew."
+            fix = f"Start {plural(checkpoint.num_ranks, 'rank')}, or set checkpoint.resume=none to start anew."
             problems.append(Problem("optim.name=adamw_8bit", f"{reason} {checkpoint.folder}.", fix))
     if problems:
         raise ConfigError(problems)
