@@ -113,11 +113,12 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
         ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it or can't allow it.
     """
     is_8bit = config.optim.name is Optimizer.adamw_8bit
+    keeps_shards = is_8bit and num_ranks == checkpoint.num_ranks  # on other ranks nothing helps, as said below
     changes, problems = [], []
     for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
         was = printable(show("", old)[1:])
         is_allowed = key in config.checkpoint.allow_changes and key not in FIXED
-        if is_allowed or (is_harmless(key) and not (is_8bit and key in SHARDS)):
+        if is_allowed or (is_harmless(key) and not (keeps_shards and key in SHARDS)):
             is_choice = key in (*OPEN, SLICES) and show("", value) == f"={AUTO}"  # the user need not have changed it
             changes.append(f"{f'{key} chosen anew' if is_choice else show(key, value)} (was {was})")
         else:
