@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.common.errors import CheckpointError, Interrupted
 from qlora_fsdp.runtime.failures import Failure, is_lost_contact
 from qlora_fsdp.runtime.messages import seal
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
@@ -74,6 +74,24 @@ def test_a_launcher_that_was_killed_is_named_once_with_what_is_saved() -> None:
     text = "The launcher of the ranks was killed, perhaps for want of memory: its store can't be reached (Broken pipe)."
     kept = "Step 3 is saved."
     assert run_ranks(2, lose_the_launcher, kept) == [(f"{text} {kept}", True), (f"{text} {kept}", False)]
+
+
+def fail_without_rank_0(text: str) -> tuple[bool, bool]:
+    """Whether a rank ends with its own error where rank 0, which held the store, is gone; and whether it says so."""
+    Meeting.new_port()
+    shown = list[BaseException]()
+    watch, error = Watch(start_processes(60), shown.append), CheckpointError(text)
+    with mock.patch.object(watch, "_find_first", side_effect=dist.DistNetworkError("Connection reset by peer")):
+        reason = watch.explain(error)
+    watch.finish()
+    watch.stop()
+    stop_processes()
+    return reason is error, shown == [error]
+
+
+def test_an_error_of_a_ranks_own_is_not_taken_for_the_end_of_rank_0() -> None:
+    """All ranks may have the same one, and rank 0 may have ended by it before the others tell of it."""
+    assert run_ranks(2, fail_without_rank_0, "its bytes differ") == [(True, True), (True, True)]
 
 
 def test_errors_of_gloo_are_lost_contact_with_the_place_in_its_source_or_without() -> None:

@@ -178,6 +178,10 @@ class Watch:
     def _without_store(self, error: BaseException, store_error: BaseException) -> Failure:
         """Explain an error when the store can't be asked for the first failure."""
         is_rank_0_there = self.rank == 0
+        mine = Failure(self.rank, describe_error(error), getattr(error, "exit_code", 1))
+        is_own = not (isinstance(error, Interrupted) or is_lost_contact(error))
+        if is_own and not isinstance(store_error, NotYet):  # who held the store may have ended by the same error
+            return replace(mine, lost=[0] if self._rank_0_holds_store and self.rank > 0 else [])
         if not isinstance(store_error, NotYet):
             what = f"its store can't be reached ({reason_of(store_error)})."
             text = f"rank 0 is gone: {what}"
@@ -190,7 +194,7 @@ class Watch:
         elif is_lost_contact(error):
             text = f"The ranks lost contact with one another: {reason_of(error)}."
         else:
-            return Failure(self.rank, describe_error(error), getattr(error, "exit_code", 1))
+            return mine
         return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if is_rank_0_there else [0])
 
     def _tell(self, text: str, exit_code: int, is_of_others: bool = False, lost: list[int] | None = None) -> Failure:
