@@ -96,9 +96,7 @@ def normalize(kind: NormKind, norm: nn.Module, plain: Recompute, x: Tensor) -> T
     return _compute(kind, norm, x) if runs_kernels(x) else plain(x)
 
 
-def norm_and_residual(
-    kind: NormKind, norm: nn.Module, x: Tensor, last_norm: LastNorm | None = None
-) -> tuple[Tensor, Tensor]:
+def norm_and_residual(kind: NormKind, norm: nn.Module, x: Tensor, last_norm: LastNorm | None) -> tuple[Tensor, Tensor]:
     """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
     weight: Tensor = norm.weight  # type: ignore[assignment]
     if not runs_kernels(x) or weight.requires_grad:

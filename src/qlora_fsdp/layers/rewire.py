@@ -18,8 +18,8 @@ modules of this folder define the changes. Only this module makes them, at four 
     a layer's activation policy     recompute_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
-Pre-norm layers and gated MLPs are recognised by what they compute (prenorm.py, gated.py), q, k and v by their names. A
-layer that fits none of this stays as it is.
+Norms, pre-norm layers and gated MLPs are recognised by what they compute (norm_kinds.py, prenorm.py, gated.py), q, k
+and v by their names. A layer that fits none of this stays as it is.
 """
 
 from __future__ import annotations

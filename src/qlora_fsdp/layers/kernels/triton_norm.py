@@ -77,9 +77,7 @@ def _norm_backward_kernel(
     tl.store(grad_x + places, total.to(grad_x.dtype.element_ty), mask=is_there)
 
 
-def forward(
-    x_ND: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_first: bool = True
-) -> tuple[Tensor, Tensor]:
+def forward(x_ND: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> tuple[Tensor, Tensor]:
     """x over its root mean square, times weight + offset; and one over the root mean square, float32 [N].
 
     Args:
@@ -98,7 +96,7 @@ def forward(
 
 
 def backward(
-    x_ND: Tensor, weight: Tensor, scales: Tensor, grad_y: Tensor, grad_residual: Tensor | None, offset: float = 0.0
+    x_ND: Tensor, weight: Tensor, scales: Tensor, grad_y: Tensor, grad_residual: Tensor | None, offset: float
 ) -> Tensor:
     """The gradient of x through the norm, plus its gradient through the residual; all are [N, D] and contiguous."""
     num_rows, width = x_ND.shape
