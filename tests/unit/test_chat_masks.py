@@ -318,6 +318,24 @@ def test_roles_that_a_template_does_not_write_are_told(role: str, said: str):
         chat_tokens(tokenizer_with("../model_templates/qwen3"), row["messages"][:2], None, "here")
 
 
+@pytest.mark.parametrize(
+    ("which", "reason"),
+    [("false", "it leaves out the system message; put that into the first"), ("loop.first", "message 3 says, of the")],
+)
+def test_system_messages_that_a_template_leaves_out_are_told(which: str, reason: str):
+    """Some templates write none, and some the first alone."""
+    said = [("system", "Be kind."), ("user", "Hi?"), ("system", "In French."), ("user", "Hello?")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template="chatml"))
+    template = f"{{% if m.role != 'system' or {which} %}}<{{{{ m.role }}}}>{{{{ m.content }}}}<end>{{% endif %}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    with pytest.raises(DataError, match=f"here: refused by the chat template: .*{reason}"):
+        chat_tokens(tokenizer, messages, None, "here")
+    rows = {"place": ["row"], "row": [json.dumps({"messages": [*messages, CHAT[2]]}).encode()]}
+    found = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 5000, BadRows.skip)(rows)
+    assert reason in found["detail"][0]
+
+
 def test_an_answer_of_fields_that_the_template_does_not_write_is_empty():
     for fields in ({"reasoning_content": "Hm."}, {"id": 7, "name": "bot"}):
         told = marked({"messages": [CHAT[1], {**CHAT[2], "content": "", **fields}]}, "gemma3")

@@ -19,7 +19,7 @@ from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
-from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt
+from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_thoughts
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
@@ -224,6 +224,22 @@ def test_answers_that_do_not_begin_as_the_prompt_for_them_are_told(
     assert told is None or (told in notes[0] and '"<\uff5cAssistant\uff5c><think>\\n"' in notes[0])
     file.write_text(json.dumps(ROWS[1]))
     assert check_prompt(tokenizer, Config(data=DataConfig(path=str(file)))) == []
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
+def test_thoughts_that_the_template_leaves_out_are_told(tmp_path: Path, field: str):
+    answer = {"role": "assistant", "content": "Hello!", field: "A greeting."}
+    rows = [{"messages": [{"role": "user", "content": "hi"}, answer]}]
+    config = Config(data=DataConfig(path=str(write_lines(tmp_path / "rows.jsonl", rows))))
+    tokenizer = byte_tokenizer()
+    for template, is_told in (("phi_4", True), ("qwen3", False)):
+        tokenizer.chat_template = (MODEL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+        notes = check_thoughts(tokenizer, config)
+        assert len(notes) == is_told
+        assert not notes or f"leaves out {field}, the thoughts of an answer" in notes[0]
+    write_lines(tmp_path / "rows.jsonl", [{"messages": [rows[0]["messages"][0], {**answer, field: None}]}])
+    tokenizer.chat_template = (MODEL_TEMPLATES / "phi_4.jinja").read_text(encoding="utf-8")
+    assert check_thoughts(tokenizer, config) == []
 
 
 def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: Path):

@@ -9,10 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
+from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.form import find_first
@@ -21,6 +23,7 @@ from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees
 from qlora_fsdp.data.tokenizer import with_template
 
 _DATE = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")  # transformers' function, with the date's format
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that templates have for its thoughts
 MORE_LETTERS = 8  # of an answer are shown, after as many as the prompt for it has
 
 
@@ -34,6 +37,7 @@ def note_mistakes(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
         *check_markers(tokenizer, config),
         *check_end_token(tokenizer, config),
         *check_prompt(tokenizer, config),
+        *check_thoughts(tokenizer, config),
         *check_date(tokenizer, config),
         *check_system_prompt(config),
     ]
@@ -67,6 +71,31 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
     ]
 
 
+def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+    """Returns a note if the chat template leaves out the thoughts that the first conversation's last answer has.
+
+    They stand in a field of their own beside the words, which many templates do not know.
+    """
+    form, row = find_first(config) or (None, {})
+    answer = row["messages"][-1] if form is DataFormat.messages else {}
+    field = next((key for key in REASONING if answer.get(key)), None)
+    if field is None or answer["role"] != "assistant":
+        return []
+    tokenizer = with_template(tokenizer, settings_for(training_paths(config.data)[0], config.data))
+    try:
+        conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
+        text = conversation.render(conversation.messages)
+    except (BadRow, DataError):  # it is told where the row is tokenized
+        return []
+    if str(answer[field]).strip() in text:
+        return []
+    return [
+        f"the chat template leaves out {field}, the thoughts of an answer, in the first conversation of the data, so "
+        "answers are trained on without them. To train on thoughts set data.chat_template to one that writes them; it "
+        "is saved with the adapter."
+    ]
+
+
 def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     """Returns a note if the chat template writes the day's date into the first conversation of the data."""
     paths, found = training_paths(config.data), None
@@ -77,10 +106,9 @@ def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     if found is None or found[0] is not DataFormat.messages:
         return []
     row = add_system_prompt(found[1], data.system_prompt) if data.system_prompt else found[1]
-    template = with_template(tokenizer, data).get_chat_template(tools=row.get("tools"))
-    messages = [as_template_sees(message) for message in row["messages"]]
     try:
-        text = Conversation(messages, row.get("tools"), template, tokenizer).render(messages)
+        conversation = read_conversation(row["messages"], row.get("tools"), with_template(tokenizer, data))
+        text = conversation.render(conversation.messages)
     except BadRow:
         return []
     dates = [date for date in map(datetime.now().strftime, formats) if date in text]
@@ -123,7 +151,7 @@ def _differ(
 
 def _find_thoughts(message: dict[str, Any]) -> str:
     """The thoughts of an answer, which stand in a field of their own or before its words; empty if it has none."""
-    field = next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if message.get(key)), None)
+    field = next((message[key] for key in REASONING if message.get(key)), None)
     said = str(message.get("content")).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(field or said).strip()
 

@@ -13,11 +13,11 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.chats.calls import write_calls
-from qlora_fsdp.data.chats.conversation import check_written
-from qlora_fsdp.data.chats.template import Conversation, check_length, limited_rendering
+from qlora_fsdp.data.chats.conversation import read_conversation
+from qlora_fsdp.data.chats.template import check_length, limited_rendering
+from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.format import ALPACA
-from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees, check_row
+from qlora_fsdp.data.row import BadRow, add_system_prompt, check_row
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
@@ -120,14 +120,15 @@ def chat_tokens(
     except BadRow as bad:
         raise DataError(f"{place}: {bad.kind}: {bad.detail}. Correct it.") from bad
     row = add_system_prompt(row, system) if system else row
-    messages, tools = [as_template_sees(message) for message in row["messages"]], row["tools"]
     try:
-        template = tokenizer.get_chat_template(tools=tools)
-        messages = write_calls(messages, template, tokenizer)
-        check_written(Conversation(messages, tools, template, tokenizer))
+        conversation = read_conversation(row["messages"], row["tools"], tokenizer)
+        messages, tools = conversation.messages, conversation.tools
         with limited_rendering():
             text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)
+        written = conversation.render(messages)
+        check_written(conversation, written)
+        check_words(conversation, written)
     except DataError:
         raise
     except BadRow as bad:
