@@ -36,8 +36,12 @@ def check_written(conversation: Conversation, text: str, trace: Trace | None = N
         BadRow: a message of a role of another name is left out, a part of a message, or a call of a tool.
     """
     _check_calls(conversation, text, trace)
+    for role, number in _first_messages(conversation).items():
+        if role not in ROLES and _leaves_out_words(conversation, text, number):
+            reason = f"it leaves out what message {number + 1} says, of the {role}"
+            reason += f"; write {', '.join(ROLES[:-1])} or {ROLES[-1]} as its role"
+            raise BadRow(REFUSED, f"{reason}, or set data.chat_template to one that has it")
     for number in range(len(conversation.messages)):
-        _check_role(conversation, text, number)
         _check_parts(conversation, text, number)
 
 
@@ -53,13 +57,13 @@ def check_words(conversation: Conversation, text: str) -> None:
     Raises:
         BadRow: there is such a message.
     """
-    messages = conversation.messages
-    for number, message in enumerate(messages):
+    last, numbers = len(conversation.messages) - 1, set(_first_messages(conversation).values())
+    for number, message in enumerate(conversation.messages):
         role, content = message["role"], message.get("content")
         if role == "assistant":  # of earlier answers templates leave out what they do not repeat
-            may_lack = number == len(messages) - 1 and not message.get("tool_calls")
-        else:  # a template writes all messages of a role alike, but the system's
-            may_lack = role in SYSTEM or role not in {before["role"] for before in messages[:number]}
+            may_lack = number == last and not message.get("tool_calls")
+        else:  # some templates write the first system message alone
+            may_lack = number in numbers or role in SYSTEM
         if not may_lack or not isinstance(content, str) or _last_line(content) in text:
             continue  # as nearly always
         if not _leaves_out_words(conversation, text, number):
@@ -92,14 +96,12 @@ def _is_same_with(conversation: Conversation, text: str, number: int, other: dic
         return False
 
 
-def _check_role(conversation: Conversation, text: str, number: int) -> None:
-    """Refuses the first message of a role that the template does not know."""
-    message = conversation.messages[number]
-    known = {*ROLES, *(before["role"] for before in conversation.messages[:number])}
-    if message["role"] not in known and _leaves_out_words(conversation, text, number):
-        reason = f"it leaves out what message {number + 1} says, of the {message['role']}"
-        reason += f"; write {', '.join(ROLES[:-1])} or {ROLES[-1]} as its role"
-        raise BadRow(REFUSED, f"{reason}, or set data.chat_template to one that has it")
+def _first_messages(conversation: Conversation) -> dict[str, int]:
+    """The number of the first message of each role. A template writes those of a role alike."""
+    numbers: dict[str, int] = {}
+    for number, message in enumerate(conversation.messages):
+        numbers.setdefault(message["role"], number)
+    return numbers
 
 
 def _leaves_out_words(conversation: Conversation, text: str, number: int) -> bool:
