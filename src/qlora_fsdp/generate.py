@@ -181,6 +181,7 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     if settings.prompts is None:
         return [{"prompt": settings.prompt}]
+    from qlora_fsdp.data.columns import NOT_TEXT
     from qlora_fsdp.data.parse import check_unicode
     from qlora_fsdp.data.row import BadRow
 
@@ -198,6 +199,8 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
             continue
         if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _turns(row)):
             raise DataError(f"{place} has neither prompt nor messages. {A_ROW}")
+        if media := [key for key in NOT_TEXT if row.get(key)]:
+            raise DataError(f"{place} has {media[0]}, and a model of text sees none. Leave the row out.")
         rows.append(row)
     if not rows:
         raise DataError(f"prompts={settings.prompts} has no rows. Set prompts to a file of JSON lines.")

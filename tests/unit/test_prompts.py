@@ -142,6 +142,14 @@ def test_a_file_of_other_lines_is_answered_with_how_they_are_written(tmp_path: P
         _read_rows(GenerateSettings(prompts=str(tmp_path / "prompts.txt")))
 
 
+def test_prompts_beside_images_are_refused(tmp_path: Path):
+    rows = [{"prompt": "What is a dot?", "images": []}, {"prompt": "What is it?", "images": ["cat.png"]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match="line 2 has images, and a model of text sees none"):
+        _read_rows(GenerateSettings(prompts=str(file)))
+
+
 def test_a_prompt_in_a_file_may_be_messages():
     turns = [{"role": "user", "content": "hi"}]
     trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
