@@ -7,6 +7,7 @@ and ranks that disagree about them wait for one another until the time is up.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.quantized.weight_reader import WeightReader
@@ -65,7 +67,7 @@ def train_replaying(cases: Mapping[str, tuple[Sequence[str], tuple[int, int] | N
     return {name: _train(argv, fails) for name, (argv, fails) in cases.items()}
 
 
-def _train(argv: Sequence[str], fails: tuple[int, int] | None) -> Trained:
+def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool = False) -> Trained:
     num_recorded = 0
 
     def record(compute: Callable[[Batch], Tensor], batch: Batch, model: nn.Module, pool: Any) -> Any:
@@ -85,7 +87,7 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None) -> Trained:
     def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
         eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
         reader = WeightReader(prepared.model, processes.device, prepared.model.layers[1:])
-        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, float("inf"), reader)
+        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, math.inf, reader, is_required)
 
     with ExitStack() as stack:
         for module, name, value in (
@@ -99,6 +101,13 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None) -> Trained:
         ):
             stack.enter_context(patch.object(module, name, value))
         return train_here(argv)
+
+
+def fail_replaying(argv: Sequence[str]) -> str:
+    """The error of a run in which rank 0 can't record, though it is to."""
+    with pytest.raises(TrainingError) as raised:
+        _train(argv, (0, 0), is_required=True)
+    return str(raised.value)
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +145,9 @@ def test_steps_and_evaluations_are_those_of_launched_kernels(worlds, folder: Pat
     assert "Step: recorded as a CUDA graph for" in log
     assert ("Evaluation: recorded as a CUDA graph for" in log) is (not fails), log
     assert log.count("no CUDA graph could be recorded") == log.count(f"{fails}: no CUDA graph could be") == bool(fails)
+
+
+def test_a_run_that_is_to_record_ends_where_one_rank_cannot(checkpoint, rows: Path, tmp_path: Path):
+    argv = settings(checkpoint("llama"), rows, *RUN, f"run.folder={tmp_path / 'run'}")
+    expected = "compute.cuda_graph=true, and steps can't be recorded as CUDA graphs here: as asked. Set compute.cuda_gr"
+    assert all(error.startswith(expected) for error in run_ranks(NUM_RANKS, fail_replaying, argv))

@@ -29,6 +29,7 @@ RECORDED = "recorded as a CUDA graph for"
 # Pairs of rows of many lengths, so that micro-batches have unlike numbers of answers.
 PAIRS = ["task=preference", "data.path=PAIRS", "training.max_length=256", "training.deterministic=true"]
 IN_STEP = "preference.precompute=false"
+GRAPHS = {"captured": "auto", "eager": "false"}  # compute.cuda_graph
 EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
 
 # A micro-batch a step: gradients are summed over ranks once, in either case.
@@ -96,7 +97,7 @@ def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str],
 
     def argv(name: str, mode: str, more: list[str]) -> list[str]:
         more = [text.replace("PAIRS", str(pairs)) for text in more]
-        own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={mode == 'captured'}"]
+        own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={GRAPHS[mode]}"]
         return settings(model, rows, "training.max_steps=12", *own)
 
     launched = {name: more for name, (more, _) in LAUNCHED.items()}
@@ -219,7 +220,7 @@ def after_failures(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str
     model = checkpoint("llama")
 
     def argv(name: str, mode: str, own: list[str]) -> list[str]:
-        own = [*own, f"compute.cuda_graph={mode == 'captured'}"]
+        own = [*own, f"compute.cuda_graph={GRAPHS[mode]}"]
         return settings(model, rows, *own, f"run.folder={folder(rows, name, f'{mode} failing')}")
 
     failing_runs = {name: (argv(name, "captured", own), failure) for name, (own, failure) in FAILING.items()}

@@ -106,6 +106,7 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("quant.llm_int8_skip_modules=['*lm_head']", "has *lm_head, which is no regular expression"),
         ("data.chat_template=chatml2", "is neither a file nor one of alpaca, chatml, llama3."),
         (f"data.chat_template='{'{{ messages }}' * 30}'", "is neither a file nor one of alpaca, chatml, llama3."),
+        ("compute.cuda_graph=maybe", "compute.cuda_graph=maybe must be true, false or auto."),
         ("training.packing=always", "training.packing=always must be true, false or auto."),
         ("task.labels=[a,b]", "task.labels=[a,b] has no effect with task.name=causal_lm."),
         (

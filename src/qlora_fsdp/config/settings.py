@@ -57,6 +57,7 @@ class Setting:
         """A description of valid values, as the end of a sentence that starts with 'must be'."""
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
         text = "text or a list such as [a,b]" if self.text_or_list else text
+        text = "true, false or auto" if self.type is Any and self.default == "auto" else text
         return text + (" or null" if self.is_optional else "")
 
 

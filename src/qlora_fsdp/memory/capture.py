@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config, Kernel
+from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 
@@ -21,6 +23,18 @@ def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
     return work.is_cuda and why_not_captured(work.config, policies, has_dropout) is None
 
 
+def check_graph(config: Config, policies: Sequence[Policy], has_dropout: bool, is_cuda: bool) -> None:
+    """Check that a run records its steps if compute.cuda_graph=true asks for it; as `why_not_captured`.
+
+    Raises:
+        ConfigError: it asks, and they can't be recorded.
+    """
+    reason = why_not_captured(config, policies, has_dropout) if is_cuda else "there is no GPU"
+    if config.compute.cuda_graph is True and reason is not None:
+        problem = problem_with(config, "compute.cuda_graph", f"can't be had: {reason}.", "Set compute.cuda_graph=auto.")
+        raise ConfigError([problem])
+
+
 def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool) -> str | None:
     """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
 
@@ -29,7 +43,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         policies: the activation policy of each layer.
         has_dropout: whether the model draws random numbers.
     """
-    if not config.compute.cuda_graph:
+    if config.compute.cuda_graph is False:
         return "compute.cuda_graph=false"
     if config.distributed.num_slices > 1:
         return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"

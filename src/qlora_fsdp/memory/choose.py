@@ -163,7 +163,8 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
         if not any(choice.fits for choice in some):
             break  # nor would larger ones
     fitting = sorted((choice for choice in choices if choice.fits), key=lambda choice: -_speed(choice, gpu))
-    if not fitting and any(choice.plan.beside_graph for choice in choices):
+    may_launch = work.config.compute.cuda_graph == "auto"
+    if not fitting and may_launch and any(choice.plan.beside_graph for choice in choices):
         launched = _with_values(work, {"compute.cuda_graph": False})  # kernel by kernel, which keeps less memory
         return replace(_choose_rest(launched, target, gpu, host), gives_up_graph=True)
     if not fitting:

@@ -22,8 +22,9 @@ from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.streams.stream import open_stream
 from qlora_fsdp.layers.rewire import use_tiles
+from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
-from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
+from qlora_fsdp.model.activations import MemoryFallback, has_dropout, set_activation_policy
 from qlora_fsdp.model.adapters.apply import trainable_names
 from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, share_sequences
@@ -133,6 +134,7 @@ def prepare(
     _log_model(assembled, sizes)
     for line in run_plan.lines:
         log.info(f"Memory: {line}")
+    check_graph(config, run_plan.policies, has_dropout(model), device.type == "cuda")
     data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
     # Recomputing a layer exchanges heads again, so ranks that share sequences must have the same policy all the time.

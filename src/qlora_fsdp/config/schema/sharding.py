@@ -132,9 +132,10 @@ class ComputeConfig:
     # with one scale per row, in forward and for the gradient of the input; the products of adapters and of experts stay
     # in bfloat16. fp8 needs a 4-bit base and an Ada, Hopper or later GPU.
     matmul: MatmulKind = MatmulKind.dequantized
-    # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python: true or
-    # false. What can't be recorded is computed kernel by kernel, and the log says why.
-    cuda_graph: bool = True
+    # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python. `auto`:
+    # what can't be recorded is computed kernel by kernel, and the log says why. true: the same, but a run that can't
+    # record its steps ends with an error.
+    cuda_graph: Any = "auto"
 
 
 class Kernel(Enum):

@@ -72,6 +72,7 @@ class CapturedPasses:
         peaks: what the phases of a micro-batch have taken.
         limit: bytes that torch's allocator may hold.
         reader: dequantizes weights beside products in graphs; None if there is no room for two at a time.
+        is_required: whether a run that can't record its steps ends with an error.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class CapturedPasses:
         peaks: PhasePeaks,
         limit: float,
         reader: WeightReader | None = None,
+        is_required: bool = False,
     ) -> None:
         self.reader = reader
         self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
         self.device = processes.device
         is_sharded = isinstance(eager.model, FSDPModule)
-        self.steps = Graphs("Step", partial(self._record, self._train), processes, is_sharded)
+        self.steps = Graphs("Step", partial(self._record, self._train), processes, is_sharded, is_required)
         self.evaluations = Graphs("Evaluation", partial(self._record, self._evaluate), processes, is_sharded)
         self.num_evaluated = 0  # micro-batches that were launched kernel by kernel
         self.pool = torch.cuda.graph_pool_handle()
@@ -191,6 +193,7 @@ class CapturedPasses:
             reason = f"it would hold {missing / GIB:.1f} GiB too much beside what else a step needs"
         self.steps.reason = self.processes.first_error(reason)
         if self.steps.reason is not None:
+            self.steps.refuse_if_required()
             log.info(f"Step: {NOT_RECORDED}: {self.steps.reason}")
 
     def _run_watched(self, batch: Batch, is_last: bool) -> Tensor:
@@ -254,4 +257,5 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     keeping = [] if plan is None else layers[len(layers) - plan.num_kept_dequantized :]
     has_room = plan is None or plan.dequantizes_ahead
     reader = WeightReader(prepared.model, processes.device, keeping) if has_room else None
-    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, reader)
+    is_required = config.compute.cuda_graph is True
+    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, reader, is_required)

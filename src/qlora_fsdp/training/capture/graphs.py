@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.plan import GIB
@@ -44,6 +45,7 @@ class Graphs:
             if there is no room for what the graph reads.
         processes: all ranks take part if there are collectives in the graphs.
         is_sharded: whether there are, because FSDP shards the model. Else each rank decides for itself.
+        is_required: whether the run ends with an error where none can be recorded.
 
     Attributes:
         by_key: the graphs.
@@ -51,9 +53,15 @@ class Graphs:
     """
 
     def __init__(
-        self, name: str, record: Callable[[Key, Batch], Recorded], processes: Processes, is_sharded: bool
+        self,
+        name: str,
+        record: Callable[[Key, Batch], Recorded],
+        processes: Processes,
+        is_sharded: bool,
+        is_required: bool = False,
     ) -> None:
         self.name, self.record, self.processes, self.is_sharded = name, record, processes, is_sharded
+        self.is_required = is_required
         self.by_key: dict[Key, Recorded] = {}
         self.reason: str | None = None
         self._announced: set[Key] = set()
@@ -90,6 +98,14 @@ class Graphs:
             self._record(key, batch)
         return self.by_key.get(key)
 
+    def refuse_if_required(self) -> None:
+        """Raise a TrainingError if the run is to end because nothing can be recorded."""
+        if self.is_required:
+            raise TrainingError(
+                f"compute.cuda_graph=true, and steps can't be recorded as CUDA graphs here: {self.reason}. "
+                "Set compute.cuda_graph=auto to train without."
+            )
+
     def clear(self) -> None:
         """Give up the graphs, and their memory."""
         if self.by_key:
@@ -114,6 +130,7 @@ class Graphs:
         self.reason = self.processes.first_error(reason) if self.is_sharded else reason
         if self.reason is not None:
             self.clear()
+            self.refuse_if_required()
             log.warning(
                 f"{self.name}: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}"
             )
