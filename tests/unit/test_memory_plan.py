@@ -136,7 +136,7 @@ def test_backward_under_fsdp_is_what_was_measured(monkeypatch, model, length, si
 
 # GiB that tensors took in forward and backward on H200s (benchmarks/results): layers gathered once, and twice.
 LAYERS_405B = "model.config.num_hidden_layers=20"
-RECORDED = "compute.cuda_graph=true", "kernels.cross_entropy=auto"
+RECORDED = "compute.cuda_graph=auto", "kernels.cross_entropy=auto"
 ONCE, TWICE = "fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward=true"
 HYBRID = "fsdp=hybrid_shard", "fsdp.hybrid_shard_size=2"
 MEASURED_PHASES = [
@@ -452,7 +452,7 @@ def test_speed_of_recorded_micro_batches_is_what_was_measured(num_ranks, length,
 def test_slots_of_generations_are_counted_beside_a_recorded_micro_batch():
     """Llama 3 8B: 32 layers with 8 key heads of 128, bfloat16. Five texts take eight slots of 1,152 tokens."""
     settings = ("model=llama3-8b", "training.max_length=1024", "training.micro_batch_size=1", "data.eval_fraction=0.1")
-    settings += ("compute.cuda_graph=true", "kernels.cross_entropy=auto", "memory=keep")
+    settings += ("compute.cuda_graph=auto", "kernels.cross_entropy=auto", "memory=keep")
     more = ("tracking.num_generations=5", "tracking.generation_tokens=100")
     slots = 8 * 1152 * (32 * 8 * 2 * 128) * 2
 
@@ -593,7 +593,7 @@ def test_room_for_the_whole_base_is_told_where_it_is_faster(model, gpu, more, is
 )
 def test_whole_copies_are_chosen_where_there_is_room_to_spare(num_ranks, model, gib, more, strategy):
     more = more if any("fsdp=" in text for text in more) else ("fsdp=auto", *more)
-    work = workload(f"model={model}", "compute.cuda_graph=true", *more, num_ranks=num_ranks)
+    work = workload(f"model={model}", "compute.cuda_graph=auto", *more, num_ranks=num_ranks)
     choice = choose(work, gib * GIB, H200)
     fsdp = choice.plan.work.config.fsdp
     assert fsdp.sharding_strategy.name == strategy
@@ -650,7 +650,7 @@ def test_auto_fills_the_card_and_no_more():
 )
 def test_attention_is_kept_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, length: int, gib: int, expected):
     """In long rows; and never is a plan slower than the best without it."""
-    more = ("compute.cuda_graph=true", "kernels.cross_entropy=auto", "training.global_batch_size=1")
+    more = ("compute.cuda_graph=auto", "kernels.cross_entropy=auto", "training.global_batch_size=1")
     work = workload("model=llama3-8b", f"training.max_length={length}", *more)
     found = choose(work, gib * GIB, H200)
     assert found.fits and set(found.plan.policies) == expected

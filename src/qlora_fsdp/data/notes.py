@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -74,14 +75,17 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
 def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     """Returns a note if the chat template leaves out the thoughts that the first conversation's last answer has.
 
-    They stand in a field of their own beside the words, which many templates do not know.
+    They stand in a field of their own beside the words, which many templates do not know. Only files at hand are looked
+    into: another source may take seconds to be opened.
     """
-    form, row = find_first(config) or (None, {})
+    paths = training_paths(config.data)
+    is_at_hand = bool(paths) and Path(paths[0]).expanduser().exists()
+    form, row = (find_first(config) if is_at_hand else None) or (None, {})
     answer = row["messages"][-1] if form is DataFormat.messages else {}
     field = next((key for key in REASONING if answer.get(key)), None)
     if field is None or answer["role"] != "assistant":
         return []
-    tokenizer = with_template(tokenizer, settings_for(training_paths(config.data)[0], config.data))
+    tokenizer = with_template(tokenizer, settings_for(paths[0], config.data))
     try:
         conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
         text = conversation.render(conversation.messages)
