@@ -102,6 +102,13 @@ def test_a_prompt_of_another_name_is_not_left_unread(tmp_path: Path) -> None:
     assert rows_of(renamed) == [[("<bos>a b c<eos>", "c<eos>"), ("<bos>a b dd<eos>", "dd<eos>")]]
 
 
+def test_of_a_row_without_answers_these_are_asked_for_and_no_prompt() -> None:
+    with pytest.raises(BadRow, match=r"no chosen and no rejected; keys are messages; data\.columns=\{chosen: NAME\}"):
+        read_answers({"messages": [USER, YES]}, True, {})
+    with pytest.raises(BadRow, match="no prompt and no completion; keys are messages, label;"):
+        read_answers({"messages": [USER, YES], "label": True}, False, {})
+
+
 def test_texts_about_an_image_are_told() -> None:
     with pytest.raises(BadRow) as told:
         read_answers({"prompt": "a", "chosen": "b", "rejected": "c", "image": "a.png"}, True, {})
