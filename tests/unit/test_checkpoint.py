@@ -328,6 +328,12 @@ def test_rows_in_another_order_are_other_data_whatever_else_may_change():
             check_data(checkpoint, data, config("data.mix={b: 1, a: 1}", *more))
 
 
+def test_streamed_files_that_look_changed_say_by_what():
+    data: Any = SimpleNamespace(describe=lambda: {"stream": 1})
+    with pytest.raises(ResumeError, match=r"stream is 1, was 2\. Files .* known by their place, size and time of"):
+        check_data(Checkpoint(Path("c"), 5, 1, {}, {"stream": 2}), data, config("data.streaming=true"))
+
+
 def test_other_base_under_the_same_path_is_refused(tmp_path: Path):
     weights = {"a": torch.arange(5000.0), "b": torch.ones(3, 7)}
     for name, files in {"one": [weights], "same": [{k: v} for k, v in weights.items()], "other": [weights]}.items():

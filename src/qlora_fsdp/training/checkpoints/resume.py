@@ -159,6 +159,8 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
     before = {name: checkpoint.data.get(name) for name in found}
     changed = [name for name in found if found[name] != before[name]]
     counts = ", ".join(f"{name} is {found[name]}, was {printable(str(before[name]))}" for name in changed)
+    if config.data.streaming:
+        counts += ". Files that are streamed are known by their place, size and time of change, and a copy has others"
     raise ResumeError(
         f"{show(key, value)} is not the data that {checkpoint.folder} was trained on: {counts}. "
         f"Bring the data back, or set checkpoint.allow_changes=[{key}]. Or set {ANEW}"
