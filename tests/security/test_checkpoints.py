@@ -341,7 +341,8 @@ def test_a_step_that_the_run_does_not_reach_is_refused(tmp_path: Path):
 
 def test_counts_of_other_data_are_shown_without_what_a_terminal_obeys(tmp_path: Path):
     data: Any = SimpleNamespace(describe=lambda: {"num_tokens": 5})
-    own: Any = SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=[]), data=SimpleNamespace(path="rows.jsonl"))
+    settings = SimpleNamespace(path="rows.jsonl", mix={}, streaming=False)
+    own: Any = SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=[]), data=settings)
     with pytest.raises(ResumeError, match=r"num_tokens is 5, was \?\]0;owned\?\."):
         check_data(Checkpoint(tmp_path, 5, 1, {}, {"num_tokens": "\x1b]0;owned\x07"}), data, own)  # type: ignore[dict-item]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
 from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.written import with_values
+from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.records import run_folder
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
@@ -309,6 +311,27 @@ def test_other_sequences_of_the_same_rows_are_no_other_data():
     check_data(checkpoint, data, config("training.packing=false", "checkpoint.allow_changes=[training.packing]"))
     with pytest.raises(ResumeError, match="is not the data that c was trained on: num_sequences is 300, was 45"):
         check_data(checkpoint, data, config())
+
+
+def test_rows_in_another_order_are_other_data_whatever_else_may_change():
+    def described(lengths: list[int]) -> dict[str, int]:
+        rows: Any = SimpleNamespace(lengths=np.array(lengths), num_targets=np.array(lengths) - 1)
+        return Sequences(rows, np.arange(3), np.arange(4), 8, 0, is_packed=False).describe()
+
+    checkpoint = Checkpoint(Path("c"), 5, 1, {}, described([3, 5, 4]))
+    data: Any = SimpleNamespace(describe=lambda: described([5, 3, 4]))
+    check_data(checkpoint, data, config("data.path=rows.jsonl", "checkpoint.allow_changes=[data.path]"))
+    changes = ["training.learning_rate=1", "checkpoint.allow_changes=[training.learning_rate]"]
+    told = r"data\.mix=\{b: 1, a: 1\} is not the data that c was trained on: row_order is \d+, was \d+\. "
+    for more in ([], changes):
+        with pytest.raises(ResumeError, match=told + r"Bring .* checkpoint\.allow_changes=\[data\.mix\]\."):
+            check_data(checkpoint, data, config("data.mix={b: 1, a: 1}", *more))
+
+
+def test_streamed_files_that_look_changed_say_by_what():
+    data: Any = SimpleNamespace(describe=lambda: {"stream": 1})
+    with pytest.raises(ResumeError, match=r"stream is 1, was 2\. Files .* known by their place, size and time of"):
+        check_data(Checkpoint(Path("c"), 5, 1, {}, {"stream": 2}), data, config("data.streaming=true"))
 
 
 def test_other_base_under_the_same_path_is_refused(tmp_path: Path):

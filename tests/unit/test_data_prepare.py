@@ -48,6 +48,7 @@ from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import load_tokenizer
+from qlora_fsdp.data.unused_columns import look_for_unused
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 
@@ -67,6 +68,19 @@ def run(tmp_path: Path) -> Callable[..., PreparedData]:
         return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
 
     return run
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_system_prompt_that_is_empty_in_the_first_row_is_told_beside_text(
+    run: Callable[..., PreparedData], tmp_path: Path, streaming: bool
+):
+    rows = [{"prompt": "p", "completion": "c", "system": system, "tools": []} for system in ("", "You are terse.")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    if streaming:
+        source = find_source(str(tmp_path / "rows.jsonl"), DataConfig(streaming=True))
+        assert look_for_unused(source, {}) == ("system",)
+    else:
+        assert run(tmp_path / "rows.jsonl").report.sources[0].unused == ("system",)
 
 
 @pytest.mark.parametrize("is_table", [False, True])

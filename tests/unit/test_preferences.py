@@ -102,6 +102,13 @@ def test_a_prompt_of_another_name_is_not_left_unread(tmp_path: Path) -> None:
     assert rows_of(renamed) == [[("<bos>a b c<eos>", "c<eos>"), ("<bos>a b dd<eos>", "dd<eos>")]]
 
 
+def test_of_a_row_without_answers_these_are_asked_for_and_no_prompt() -> None:
+    with pytest.raises(BadRow, match=r"no chosen and no rejected; keys are messages; data\.columns=\{chosen: NAME\}"):
+        read_answers({"messages": [USER, YES]}, True, {})
+    with pytest.raises(BadRow, match="no prompt and no completion; keys are messages, label;"):
+        read_answers({"messages": [USER, YES], "label": True}, False, {})
+
+
 def test_texts_about_an_image_are_told() -> None:
     with pytest.raises(BadRow) as told:
         read_answers({"prompt": "a", "chosen": "b", "rejected": "c", "image": "a.png"}, True, {})
@@ -134,6 +141,8 @@ def test_a_conversation_beside_answers_is_not_left_unread(tmp_path: Path, turn: 
         {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
         {"chosen": [USER, YES], "rejected": [USER, NO]},
         {"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]},  # as ultrafeedback_binarized has them
+        {"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [USER | {"name": None}, YES], "rejected": [USER | {"name": None}, NO]},  # Parquet
         {"prompt": "Hi", "chosen": [YES], "rejected": [NO]},
         {"prompt": [USER], "chosen": "Yes", "rejected": "No."},
         {
@@ -147,6 +156,12 @@ def test_forms_of_messages_are_one_conversation(tmp_path: Path, row: dict[str, A
     ((chosen, rejected),) = rows_of(prepare(tmp_path, [row], tokenizer, max_length=128).train)
     assert (chosen[1], rejected[1]) == ("Yes<|im_end|><eos>", "No.<|im_end|><eos>")
     assert chosen[0].replace("Yes", "No.") == rejected[0]
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [USER]])
+def test_a_judged_conversation_has_its_prompt_once(prompt: Any) -> None:
+    (answer,) = read_answers({"prompt": prompt, "completion": [USER, YES], "label": True}, False, {})
+    assert answer.fields["messages"] == [USER | {"train": False}, YES]
 
 
 def test_earlier_answers_of_a_prompt_are_not_trained_on(tmp_path: Path) -> None:

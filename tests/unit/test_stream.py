@@ -176,6 +176,16 @@ def test_data_that_begins_without_a_usable_row_ends_it(tmp_path: Path):
     assert texts(stream([rows], buffer_rows=26), 0, 1) == [["too late"]]
 
 
+def test_a_data_set_of_a_mix_that_begins_without_a_usable_row_ends_it(tmp_path: Path):
+    """Without it the others would be trained on in other shares than were asked for."""
+    good = write(tmp_path / "good.jsonl", *[{"text": f"row {n}"} for n in range(40)])
+    bad = write(tmp_path / "bad.jsonl", *[{"no": "text"}] * 8, {"text": "too late"})
+    told = r"There is no usable row of .*bad\.jsonl\. .*20 rows read, 15 used(.|\n)*a larger data\.buffer_rows"
+    with pytest.raises(DataError, match=told):
+        stream([good, bad], weights=[3, 1])
+    assert "too late" in str(texts(stream([good, bad], weights=[3, 1], buffer_rows=36), 0, 7))
+
+
 def test_buffers_that_teach_attention_nothing_end_it_only_at_the_beginning(tmp_path: Path):
     """A later one once ended the run too, although others stand around it."""
 

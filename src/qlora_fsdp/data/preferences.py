@@ -150,10 +150,12 @@ def read_answers(found: dict[str, Any], is_paired: bool, columns: Mapping[str, s
 def _check_prompt(row: Mapping[str, Any]) -> None:
     """See that no prompt is left unread because its column has another name: without one, rows would still be pairs.
 
+    A row without answers lacks those first.
+
     Raises:
         BadRow: there is such a column, and its text is in none of the answers, which may be whole conversations.
     """
-    if "prompt" in row:
+    if "prompt" in row or not any(key in row for key in (*PAIR_KEYS, RESPONSES, JUDGED_KEYS[0])):
         return
     answers = json.dumps([row.get(key) for key in (*PAIR_KEYS, RESPONSES)])
     for name in PROMPT_NAMES:

@@ -168,7 +168,8 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
 def join_answer(prompt: Any, answer: Any, columns: Mapping[str, str]) -> list[Any]:
     """A prompt and its answer, each text or turns, as messages of which the prompt's are not trained on.
 
-    Turns may have the names of ShareGPT, or those of data.columns.
+    Turns may have the names of ShareGPT, or those of data.columns. An answer that is a whole conversation begins with
+    the prompt, which is written once.
 
     Raises:
         BadRow: one of them is neither.
@@ -181,7 +182,14 @@ def join_answer(prompt: Any, answer: Any, columns: Mapping[str, str]) -> list[An
         answer = [{"role": "assistant", "content": answer}]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
+    if [_without_nulls(turn) for turn in answer[: len(prompt)]] == [_without_nulls(turn) for turn in prompt]:
+        answer = answer[len(prompt) :]
     return [*(turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt), *answer]
+
+
+def _without_nulls(turn: Any) -> Any:
+    """A turn without the fields that only turns of another column have."""
+    return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else turn
 
 
 def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:

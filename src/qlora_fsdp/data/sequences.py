@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,9 +224,10 @@ class Sequences:
         return np.cumsum(self.rows.num_targets, dtype=np.int64)
 
     def describe(self) -> dict[str, int]:
-        """Counts that tell this data from other data, for a run that resumes."""
+        """Numbers that tell this data from other data, or from its rows in another order, for a run that resumes."""
         tokens, targets = int(self.lengths.sum()), int(self.num_targets.sum())
-        return {"num_sequences": len(self), "num_tokens": tokens, "num_target_tokens": targets}
+        order = crc32(np.stack([self.rows.lengths, self.rows.num_targets]).tobytes())
+        return {"num_sequences": len(self), "num_tokens": tokens, "num_target_tokens": targets, "row_order": order}
 
     def order(self, first: int, last: int, seed: int) -> Indices:
         """The sequences `first` to `last` of a run, in which one epoch's order follows another's."""

@@ -40,7 +40,7 @@ from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
 from qlora_fsdp.data.tokenized_rows import check_targets
 from qlora_fsdp.data.tokenizer import with_template
-from qlora_fsdp.data.unused_columns import find_unused, note_dropped
+from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import num_cores
 
@@ -219,7 +219,7 @@ def _plan(raw: datasets.Dataset, source: Source, config: Config, dropped: Sequen
         check_lists(((row["place"], row["row"]) for row in raw.select(rows)), config.task, data.columns)
     num_bytes = pc.binary_length(raw.data.column("row")).to_numpy()[rows]
     may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS
-    unused = find_unused(raw[0]["row"] if len(raw) else b"", source, dropped, data.columns)
+    unused = find_unused(raw[:FIRST_ROWS]["row"], source, dropped, data.columns)
     read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(config), unused=unused)
     return Plan(rows, find_bounds(num_bytes.astype(np.int64), may_divide), read)
 

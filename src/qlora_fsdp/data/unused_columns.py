@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.columns import MAX_KEYS, MORE_KEYS, rename
@@ -13,6 +15,7 @@ from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row import BadRow
 
 TEXTS = ("prompt", "completion", "chosen", "rejected")
+FIRST_ROWS = 10  # of a source, that are looked at: `system` may be empty in the very first ones
 
 
 def note_dropped(source: Source, dropped: dict[str, None]) -> Source:
@@ -26,33 +29,40 @@ def note_dropped(source: Source, dropped: dict[str, None]) -> Source:
     return replace(source, choose=choose)
 
 
-def find_unused(raw: bytes, source: Source, dropped: Sequence[str], columns: Mapping[str, str]) -> tuple[str, ...]:
+def find_unused(
+    rows: Sequence[bytes], source: Source, dropped: Sequence[str], columns: Mapping[str, str]
+) -> tuple[str, ...]:
     """The columns of a source that are not used.
 
     Args:
-        raw: its first row.
+        rows: its first rows.
         source: knows which columns rows of this task need.
         dropped: the columns that were not read.
         columns: data.columns.
     """
-    row = {}
-    with suppress(BadRow):
-        row = parse_row(raw)
+    found = dict.fromkeys(dropped)
+    for raw in rows:
+        with suppress(BadRow):
+            found.update(dict.fromkeys(_unused_of(parse_row(raw), source, columns)))
+    unused = list(found)
+    return (*unused[:MAX_KEYS], *(["..."] if len(unused) > MAX_KEYS else []))
+
+
+def _unused_of(row: dict[str, Any], source: Source, columns: Mapping[str, str]) -> list[str]:
     chosen = source.choose(list(row))
     ours = rename(row, columns)
     if "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in TEXTS):  # there is no conversation
         of_messages = {columns.get(key, key) for key in MORE_KEYS[DataFormat.messages]}
         chosen = [key for key in chosen if key not in of_messages or not row[key]]
-    unused = [*dropped, *(key for key in row if key not in chosen)]
-    return (*unused[:MAX_KEYS], *(["..."] if len(unused) > MAX_KEYS else []))
+    return [key for key in row if key not in chosen]
 
 
 def look_for_unused(source: Source, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """The same of a source that is streamed, from its first row.
+    """The same of a source that is streamed.
 
     Raises:
         DataError: it can't be read.
     """
     dropped: dict[str, None] = {}
-    _, raw = next(iterate_rows(note_dropped(source, dropped)), ("", b""))
-    return find_unused(raw, source, list(dropped), columns)
+    rows = [raw for _, raw in islice(iterate_rows(note_dropped(source, dropped)), FIRST_ROWS)]
+    return find_unused(rows, source, list(dropped), columns)

@@ -2,7 +2,8 @@
 
 Rows are taken in the order of the files. Of a mix, each next row comes from the data set that is furthest behind its
 proportion. A data set that has been read to its end begins anew, so rows never run out. Where none of a window's rows
-can be used, the window begins after them, unless it is the first one, or all the data is like that. For a window
+can be used, the window begins after them, unless all the data is like that. The first window must have usable rows of
+each data set. For a window
 
 1. the rank whose turn it is reads the rows of a data set, and hands every rank its share of them: row i of the window
    is that of rank i modulo their number, which spreads long rows evenly;
@@ -102,10 +103,12 @@ class WindowMaker:
             num_read += self.buffer_rows
             report = self._check(tables, counter, num_read, read.repeated, place)
             num_drawn = (np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn).tolist()
-            if report.num_used_rows:
+            used = drawn[np.concatenate([table.raw_rows for table in tables])]
+            unused = np.setdiff1d(drawn, used).tolist()
+            if not unused or (report.num_used_rows and place.window > 0):
                 break
             num_ends += read.num_ends
-            self._check_unused(report, place, num_ends)
+            self._check_unused(unused, report, place, num_ends)
             place = Place(place.window + 1, place.sequence, num_drawn, read.positions)
         self._keep(place, tables, share, read.positions)
         seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
@@ -233,11 +236,13 @@ class WindowMaker:
             raise DataError(used[0].unlearnable)
         return report
 
-    def _check_unused(self, report: ReadReport, place: Place, num_ends: NDArray[np.int64]) -> None:
+    def _check_unused(
+        self, unused: Sequence[int], report: ReadReport, place: Place, num_ends: NDArray[np.int64]
+    ) -> None:
         """Says of a window none of whose rows can be used that reading goes on, if it is the first such window.
 
-        The data's very first window ends the run. Then most often a setting is wrong, and to read all the data for that
-        could take days.
+        The data's very first window ends the run, where a data set (`unused`) has no usable row in it. Then most often
+        a setting is wrong, and to read all the data for that could take days.
 
         Raises:
             DataError: it is the first window, or all the data has been read since the last usable row.
@@ -245,7 +250,8 @@ class WindowMaker:
         fix, is_all = "Set data.path, data.columns, data.format or data.loss_on", num_ends.min() >= 2
         if is_all or place.window == 0:  # the first of two ends may be one of a pass that began before
             more = "" if is_all else ", or, if only the first rows are like these, a larger data.buffer_rows"
-            raise DataError(f"There is no usable row. {report}\n{fix}{more}.")
+            of_some = f" of {', '.join(self.sources[each].path for each in unused)}" if report.num_used_rows else ""
+            raise DataError(f"There is no usable row{of_some}. {report}\n{fix}{more}.")
         if report.num_rows == self.buffer_rows and self.processes.is_main:
             log.warning(f"Reading on, as no row here can be used. {report}\n{fix} if the others are like these.")
 

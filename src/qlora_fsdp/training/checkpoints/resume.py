@@ -35,6 +35,7 @@ FIXED = (
     *("tokenizer.add_tokens", "tokenizer.add_special_tokens"),
 )
 PACKING = "training.packing"
+MAKES_SEQUENCES = ("data.", PACKING, "training.max_length", "training.seed")  # beginnings of settings
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
@@ -143,10 +144,10 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
     """Refuse data that changed under the same settings, because rows would be seen twice or skipped.
 
     Raises:
-        ResumeError: the data changed, and no `data` or `training` setting that may change explains that.
+        ResumeError: the data changed, and no setting that may change explains that.
     """
     found = data.describe()
-    is_allowed = any(key.startswith(("data.", "training.")) for key in config.checkpoint.allow_changes)
+    is_allowed = any(key.startswith(MAKES_SEQUENCES) for key in config.checkpoint.allow_changes)
     if found == checkpoint.data or is_allowed:
         return
     was = checkpoint.settings.get(PACKING)
@@ -154,10 +155,15 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
         reason = f"was {printable(show('', was)[1:])} when {checkpoint.folder} was written: the rows are in other"
         fix = f"Set {PACKING} to that, or set checkpoint.allow_changes=[{PACKING}]. Or set {ANEW}"
         raise ResumeError(f"{show(PACKING, config.training.packing)} {reason} sequences. {fix}")
-    counts = ", ".join(f"{name} is {found[name]}, was {printable(str(checkpoint.data.get(name)))}" for name in found)
+    key, value = ("data.mix", config.data.mix) if config.data.mix else ("data.path", config.data.path)
+    before = {name: checkpoint.data.get(name) for name in found}
+    changed = [name for name in found if found[name] != before[name]]
+    counts = ", ".join(f"{name} is {found[name]}, was {printable(str(before[name]))}" for name in changed)
+    if config.data.streaming:
+        counts += ". Files that are streamed are known by their place, size and time of change, and a copy has others"
     raise ResumeError(
-        f"{show('data.path', config.data.path)} is not the data that {checkpoint.folder} was trained on: {counts}. "
-        f"Bring the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
+        f"{show(key, value)} is not the data that {checkpoint.folder} was trained on: {counts}. "
+        f"Bring the data back, or set checkpoint.allow_changes=[{key}]. Or set {ANEW}"
     )
 
 
