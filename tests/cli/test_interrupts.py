@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qlora_fsdp import __version__
@@ -133,6 +134,21 @@ def test_while_the_libraries_are_imported(tmp_path: Path, launcher: str, argumen
     command.process.send_signal(signal.SIGINT)
     assert command.finish() == 130
     assert command.output == f"qlora-fsdp {__version__}: importing torch ...\n\n{said}\n"
+
+
+def test_a_signal_to_every_process_of_a_job_step(tmp_path: Path) -> None:
+    """So `#SBATCH --signal=USR1@120` and `scancel --signal=USR1` send it: the launcher must outlive the ranks' save."""
+    settings = [text for text in SETTINGS if not text.startswith("training.max_steps=")]
+    command = Launch(tmp_path, "qlora-fsdp", *settings, "training.max_steps=100000", "launch.num_processes=2")
+    command.wait_for_steps()
+    started = psutil.Process(command.process.pid)
+    launcher, *ranks = started.children(recursive=True)
+    for process in (launcher, started, *ranks):
+        process.send_signal(signal.SIGUSR1)
+    assert command.finish() == 138, command.output
+    (error,) = command.errors
+    assert error.startswith("Interrupted by SIGUSR1. Step ") and f" is saved: {GOES_ON}" in error
+    assert command.summary["status"] == "interrupted"
 
 
 def test_what_the_same_command_would_not_go_on_from(tmp_path: Path) -> None:
