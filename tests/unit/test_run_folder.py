@@ -19,6 +19,7 @@ from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model.adapters import write as adapter_files
+from qlora_fsdp.records.check_run_folder import check_run_folder
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in
@@ -50,6 +51,19 @@ def test_a_run_that_starts_anew_has_no_records_of_the_last(tmp_path: Path, proce
             name for name in ("bad_steps", "tensorboard", "metrics.jsonl", "adapter") if (tmp_path / name).exists()
         ]
         assert there == (["bad_steps", "tensorboard", "metrics.jsonl", "adapter"] if keep else ["adapter"])
+
+
+@pytest.mark.parametrize("manifest", [None, "", '{"step": 7'])
+def test_a_checkpoint_without_a_whole_manifest_is_told_as_such(tmp_path: Path, manifest: str | None):
+    """As where a run was copied in part. It was said to be of no run, and another run.name advised."""
+    mark(tmp_path)
+    (damaged := tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    if manifest is not None:
+        (damaged / "manifest.json").write_text(manifest)
+    (problem,) = check_run_folder(config(tmp_path))
+    assert "holds checkpoints/step-00000007, whose manifest.json is missing or damaged. Move this away" in str(problem)
+    damaged.rename(tmp_path / "aside")
+    assert not [*check_run_folder(config(tmp_path))]
 
 
 REASONS = {
