@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from qlora_fsdp import __version__
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
+from qlora_fsdp.records import run_folder
 from qlora_fsdp.training.checkpoints.resume import describe_kept
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch, Launch
 from tests.cli.stages import at_stage, let_rank_1_tell_first, wait_until_signalled
@@ -133,6 +137,56 @@ def test_while_the_libraries_are_imported(tmp_path: Path, launcher: str, argumen
     command.process.send_signal(signal.SIGINT)
     assert command.finish() == 130
     assert command.output == f"qlora-fsdp {__version__}: importing torch ...\n\n{said}\n"
+
+
+def test_a_signal_to_every_process_of_a_job_step(tmp_path: Path) -> None:
+    """So `#SBATCH --signal=USR1@120` and `scancel --signal=USR1` send it: the launcher must outlive the ranks' save."""
+    settings = [text for text in SETTINGS if not text.startswith("training.max_steps=")]
+    command = Launch(tmp_path, "qlora-fsdp", *settings, "training.max_steps=100000", "launch.num_processes=2")
+    command.wait_for_steps()
+    started = psutil.Process(command.process.pid)
+    launcher, *ranks = started.children(recursive=True)
+    for process in (launcher, started, *ranks):
+        process.send_signal(signal.SIGUSR1)
+    assert command.finish() == 138, command.output
+    (error,) = command.errors
+    assert error.startswith("Interrupted by SIGUSR1. Step ") and f" is saved: {GOES_ON}" in error
+    assert command.summary["status"] == "interrupted"
+
+
+def test_the_same_command_while_the_run_before_still_saves(tmp_path: Path) -> None:
+    """It waits for the folder, and then goes on from what was saved meanwhile. It once began anew, and removed that."""
+    settings = [text for text in SETTINGS if not text.startswith(("training.max_steps=", "checkpoint."))]
+    signalled, waits = tmp_path / "signalled", tmp_path / "waits"
+    hold = partial(at_stage, "checkpoint", 1, partial(wait_until_signalled, signalled))
+    first = ForkedLaunch(tmp_path / "first", 1, *settings, "training.max_steps=100000", preexec=hold)
+    first.wait_for_steps()
+    first.rank(0).send_signal(signal.SIGTERM)
+    first.wait_for((tmp_path / "first" / "held-0").exists, "the checkpoint of the signal")
+    again = [*settings, "training.max_steps=100000", f"run.folder={first.run_folder}"]
+    second = ForkedLaunch(tmp_path / "second", 1, *again, preexec=partial(tell_of_waiting, waits))
+    second.wait_for(waits.exists, "the wait for the folder")
+    signalled.touch()
+    assert first.finish() == 143
+    (saved,) = (first.run_folder / "checkpoints").iterdir()
+    second.wait_for(lambda: "\nstep " in second.output, "the first step")
+    second.rank(0).send_signal(signal.SIGTERM)
+    assert second.finish() == 143
+    assert f"Going on from step {int(saved.name[-8:])}, {saved}" in second.output and saved.is_dir()
+
+
+def tell_of_waiting(waits: Path) -> None:
+    """Make the file once the run folder is another run's, and have this run wait however long for it."""
+    flock, run_folder.LOCK_SECONDS = fcntl.flock, 600.0
+
+    def locking(*args: Any) -> None:
+        try:
+            flock(*args)
+        except BlockingIOError:
+            waits.touch()
+            raise
+
+    fcntl.flock = locking  # type: ignore[assignment]
 
 
 def test_what_the_same_command_would_not_go_on_from(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +15,10 @@ import pytest
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.training.capture.passes import EagerPasses
 from tests.helpers.lines import read_lines
 from tests.helpers.ranks import Meeting, run_ranks
-from tests.helpers.runs import settings, train_all
+from tests.helpers.runs import settings, train_all, train_here
 from tests.helpers.streams import NUM_SEQUENCES, stream
 
 pytestmark = pytest.mark.distributed
@@ -46,6 +47,42 @@ def test_one_and_two_ranks_and_a_resumed_run_give_the_same_losses(checkpoint: Ca
     first = f"{resumed[0]['sequence']:012}.safetensors"  # taken from the run's files, whoever resumes, and kept again
     assert len({(tmp_path / name / "windows" / first).read_bytes() for name in ("two", "resumed", "alone")}) == 1
     assert "eval_loss" in json.loads((tmp_path / "two" / "summary.json").read_text())
+
+
+def train_until_it_breaks(cases: Sequence[tuple[list[str], bool]]) -> list[str | None]:
+    """Runs one after another, on request with passes queued ahead as where they are CUDA graphs; their errors."""
+    errors: list[str | None] = []
+    for argv, is_ahead in cases:
+        try:
+            with mock.patch.object(EagerPasses, "are_replayed", is_ahead):
+                train_here(argv)
+            errors.append(None)
+        except DataError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_run_whose_data_breaks_is_saved_and_goes_on(checkpoint: Callable, rows: Path, tmp_path: Path):
+    """Without a checkpoint beforehand, as by default. The third window is the broken one, of 5 steps each."""
+    lines = rows.read_text().splitlines()[:80]
+    (tmp_path / "good.jsonl").write_text("\n".join(lines))
+    (tmp_path / "broken.jsonl").write_text("\n".join([*lines[:50], "{broken", *lines[51:]]))
+
+    def argv(name: str, data: str, *more: str) -> list[str]:
+        own = ["run.overwrite=false", "data.streaming=true", "data.buffer_rows=20", "data.bad_rows=error"]
+        own += [f"run.folder={tmp_path / name}", f"data.path={tmp_path / data}", "training.max_steps=13", *more]
+        return settings(checkpoint("llama"), rows, *own, packing=False)
+
+    repaired = "checkpoint.allow_changes=[data.path]"
+    cases = [(argv("whole", "good.jsonl"), False)]
+    for name, is_ahead in (("in_turn", False), ("ahead", True)):
+        cases += [(argv(name, "broken.jsonl"), is_ahead), (argv(name, "good.jsonl", repaired), is_ahead)]
+    one, other = run_ranks(2, train_until_it_breaks, cases)
+    assert one == other and one[::2] == [None] * 3
+    assert all("broken.jsonl:51" in error and error.endswith(" Step 9 is saved.") for error in one[1::2] if error)
+    losses = [[line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
+              for name in ("whole", "in_turn", "ahead")]  # fmt: skip
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 13
 
 
 def read_share(folder: Path, cases: list[dict[str, Any]]) -> list[Any]:

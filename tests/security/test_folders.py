@@ -27,13 +27,14 @@ from qlora_fsdp.common.files import (
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.check_run_folder import check_run_folder
 from qlora_fsdp.records.ownership import FOLLOWED, is_own
-from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
+from qlora_fsdp.records.run_folder import close_run_folder
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.sweep_table import write_results
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoints.checkpoint import remove_checkpoints
 from qlora_fsdp.training.checkpoints.resume import begin_attempt
 from tests.helpers.quick_config import load_config
+from tests.helpers.run_folders import start_folder
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def obstacle(folder: Path, *more: str) -> str:
 
 def start(folder: Path, processes: Processes) -> Path:
     try:
-        return open_run_folder(config(folder), processes)
+        return start_folder(config(folder), processes)
     finally:
         close_run_folder()
 

@@ -16,6 +16,7 @@ from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
+from tests.helpers.run_folders import start_folder
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
@@ -24,7 +25,7 @@ from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.records import run_folder
 from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
+from qlora_fsdp.records.run_folder import close_run_folder
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoints.checkpoint import (
@@ -223,11 +224,11 @@ def test_resume_names_what_it_could_go_on_from(tmp_path: Path, processes: Proces
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
-    open_run_folder(config(f"run.folder={tmp_path}"), processes)
+    start_folder(config(f"run.folder={tmp_path}"), processes)
     with pytest.raises(RunFolderError, match=rf"is in use: process {os.getpid()} on .* is writing to it"):
-        open_run_folder(config(f"run.folder={tmp_path}"), processes)
+        start_folder(config(f"run.folder={tmp_path}"), processes)
     close_run_folder()
-    open_run_folder(config(f"run.folder={tmp_path}"), processes)
+    start_folder(config(f"run.folder={tmp_path}"), processes)
     close_run_folder()
 
 

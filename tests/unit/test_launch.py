@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import itertools
 import json
 import os
@@ -12,17 +13,18 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import broken_pipe, read_lines
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.launch import local
+from qlora_fsdp.launch import local, multirun, sweep
 from qlora_fsdp.launch.command import launch_command, share_gpus
 from qlora_fsdp.launch.jobs import job_name
 from qlora_fsdp.launch.ranks import _wait
@@ -80,6 +82,37 @@ def test_a_failed_job_stops_no_other_and_only_it_is_started_again(
 
     assert main([*argv[:-2], "training.learning_rate=0.01,0.02,0.03", "run.folder=s"]) == 1  # and one more value
     assert sorted(name.count("lora.r=4") for name, *_ in starts(tmp_path / "s")[4:]) == [0, 0, 0, 1]
+
+
+def test_a_sweep_does_not_end_with_its_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`... | head`, or a log on a full disk, once ended it with a traceback, and the job that ran with it."""
+    for number, stream in enumerate((broken_pipe(), os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))):
+        monkeypatch.setattr("sys.stdout", stream)
+        assert main(["-m", *BASE, "lora.r=2,4", f"run.folder={number}"]) == 0
+        assert len(starts(tmp_path / str(number))) == 2
+        with suppress(OSError):
+            stream.close()
+
+
+def test_a_disk_that_fills_up_ends_no_job_that_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(multirun, "write_results", full)
+    create = local.create
+    monkeypatch.setattr(local, "create", lambda path: full() if path.parent.name == "lora.r=4" else create(path))
+    argv = ["-m", *BASE, "lora.r=2,4,8", "run.folder=s"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "[2/3] lora.r=4: can't be started: No space left on device" in out and out.count(": finished in") == 2
+    assert "lora.r=8/adapter" in out
+    assert out.endswith("/s: No space left on device.\n")
+    monkeypatch.setattr(sweep, "write_results", full)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert "started" not in captured.out and "can't be written: No space left on device. Free space" in captured.err
 
 
 def test_words_are_quoted_only_where_hydra_would_read_something_else(capsys: pytest.CaptureFixture[str]) -> None:

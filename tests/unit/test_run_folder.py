@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 from tests.helpers.lines import broken_pipe
 from tests.helpers.quick_config import load_config
+from tests.helpers.run_folders import start_folder
 
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model.adapters import write as adapter_files
+from qlora_fsdp.records.check_run_folder import check_run_folder
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in
-from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
+from qlora_fsdp.records.run_folder import check_room, close_run_folder, log
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -31,7 +33,7 @@ def config(folder: Path) -> Config:
 
 def test_a_host_without_git_has_no_commit(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    folder = open_run_folder(config(tmp_path / "run"), processes)
+    folder = start_folder(config(tmp_path / "run"), processes)
     close_run_folder()
     assert json.loads((folder / "environment.json").read_text())["git_commit"] is None
 
@@ -43,12 +45,25 @@ def test_a_run_that_starts_anew_has_no_records_of_the_last(tmp_path: Path, proce
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     for keep in (True, False):
-        open_run_folder(config(tmp_path), processes, keep_records=keep)
+        start_folder(config(tmp_path), processes, keep_records=keep)
         close_run_folder()
         there = [
             name for name in ("bad_steps", "tensorboard", "metrics.jsonl", "adapter") if (tmp_path / name).exists()
         ]
         assert there == (["bad_steps", "tensorboard", "metrics.jsonl", "adapter"] if keep else ["adapter"])
+
+
+@pytest.mark.parametrize("manifest", [None, "", '{"step": 7'])
+def test_a_checkpoint_without_a_whole_manifest_is_told_as_such(tmp_path: Path, manifest: str | None):
+    """As where a run was copied in part. It was said to be of no run, and another run.name advised."""
+    mark(tmp_path)
+    (damaged := tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    if manifest is not None:
+        (damaged / "manifest.json").write_text(manifest)
+    (problem,) = check_run_folder(config(tmp_path))
+    assert "holds checkpoints/step-00000007, whose manifest.json is missing or damaged. Move this away" in str(problem)
+    damaged.rename(tmp_path / "aside")
+    assert not [*check_run_folder(config(tmp_path))]
 
 
 REASONS = {
@@ -71,7 +86,7 @@ def test_records_wait_for_a_disk_that_takes_no_more(
             raise OSError(number, os.strerror(number))
         return write(descriptor, data[: 10 - size % 10] if failing else data)
 
-    journal = Journal(open_run_folder(config(tmp_path), processes), config(tmp_path), 9, is_main=True)
+    journal = Journal(start_folder(config(tmp_path), processes), config(tmp_path), 9, is_main=True)
     monkeypatch.setattr(os, "write", write_half)
     try:
         for step in range(6):
@@ -89,7 +104,7 @@ def test_records_wait_for_a_disk_that_takes_no_more(
 
 def test_records_of_a_folder_that_is_removed_are_not_put_into_another_run(tmp_path: Path, processes: Processes):
     folder = tmp_path / "run"
-    open_run_folder(config(folder), processes)
+    start_folder(config(folder), processes)
     try:
         records, elsewhere = records_in(folder), tmp_path / "elsewhere"
         shutil.rmtree(folder)
@@ -112,7 +127,7 @@ def test_a_run_does_not_end_with_its_console(tmp_path: Path, processes: Processe
     for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), broken_pipe()):
         monkeypatch.setattr("sys.stdout", stream)
         log.propagate = False
-        open_run_folder(folder, processes)
+        start_folder(folder, processes)
         log.warning("A line.")
         close_run_folder()
         stream.close()  # raises where a buffer is still full

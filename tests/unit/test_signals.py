@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from qlora_fsdp.common.errors import StopNow
 from qlora_fsdp.runtime.failures import find_interrupted
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.runtime.signals import StopSignals
 
 
@@ -36,3 +39,22 @@ def test_it_is_found_behind_an_error_of_a_library(signals: StopSignals) -> None:
             raise ValueError("a library's own") from error
     found = find_interrupted(caught.value)
     assert found is not None and found.number == signal.SIGINT
+
+
+def test_many_ranks_leave_high_file_numbers_to_the_signals() -> None:
+    """Every rank is connected to every other one, several times. Beyond 1,024 files the watch of signals once ended."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 1200:
+        pytest.skip("so many files can't be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        stack.callback(stop_processes)
+        start_processes(60, use_cpu=True)
+        for _ in range(1024):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        signals = StopSignals()
+        stack.callback(signals.restore)
+        with pytest.raises(StopNow):
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.wait(60) == signal.SIGTERM

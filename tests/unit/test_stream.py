@@ -130,6 +130,19 @@ def test_hub_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(row[0] for row in texts(data, 0, 9)) == [f"row {n}" for n in range(9)]
 
 
+def test_a_hub_that_is_lost_is_no_bug(monkeypatch: pytest.MonkeyPatch):
+    """Its libraries raise errors of all kinds, after they have tried for minutes."""
+
+    def make() -> Iterator[dict[str, str]]:
+        yield from ({"text": f"row {n}"} for n in range(25))
+        raise RuntimeError("Server disconnected.")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: datasets.IterableDataset.from_generator(make))
+    data = stream([Path("org/name")], packing=False)
+    with pytest.raises(DataError, match=r"^org/name can't be read on: RuntimeError: Server disconnected\. If the hub"):
+        texts(data, 0, NUM_SEQUENCES)
+
+
 def test_bad_rows_end_it_or_are_counted(tmp_path: Path):
     rows = write(tmp_path / "rows.jsonl", *({"text": f"row {n}"} for n in range(25)), "{broken", {"no": "text"})
     window = stream([rows], buffer_rows=27).first_window

@@ -32,6 +32,8 @@ IS_ANNOUNCED = "QLORA_FSDP_IS_ANNOUNCED"  # the first line has been printed
 # Ranks do start it, because a GPU may be there and not work.
 LOOKS_FOR_GPUS = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
+LEFT_TO_RANKS = (signal.SIGINT, signal.SIGUSR1)  # our launcher blocks these, for itself and for what it starts
+
 _PR_SET_PDEATHSIG = 1
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
 SECONDS_BETWEEN_BARS = "30"  # in a log file, where every state of a progress bar stays
@@ -183,7 +185,7 @@ def _end_at_once(detail: str) -> None:
     Without it, Ctrl-C during the imports that a command begins with would print their tracebacks.
     """
     signal.signal(signal.SIGINT, partial(_end, os.getpid(), f"Interrupted by SIGINT. {detail}".strip()))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # our launcher blocks it until somebody handles it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
 
 
 def end_with_the_reader() -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TextIO
 
 COLORS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 CLEAR_LINE = "\r\033[K"
+
+
+def say(text: str) -> None:
+    """Prints text, if anybody takes it: a pipe that is closed or a disk that is full ends nobody's work."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def can_redraw(stream: TextIO) -> bool:

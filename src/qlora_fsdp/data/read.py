@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.text import name_error
 from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
@@ -226,7 +227,22 @@ def _iterate_hub(
         hub = hub.with_format("arrow")  # which decodes no image
     if position.hub is not None:
         hub.load_state_dict(position.hub)
-    for number, row in enumerate(hub, start=position.number + 1):
-        if isinstance(hub, IterableDataset):
+    is_streamed = isinstance(hub, IterableDataset)
+    for number, row in enumerate(_read_stream(source, hub) if is_streamed else hub, start=position.number + 1):
+        if is_streamed:
             position.number, position.hub = number, hub.state_dict()
         yield f"{source.path} row {number}", dump_table(row)[0] if isinstance(row, pa.Table) else dump_table_row(row)
+
+
+def _read_stream(source: Source, hub: datasets.IterableDataset) -> Iterator[Any]:
+    """The rows of a hub data set that is streamed.
+
+    Raises:
+        DataError: the hub is out of reach, or has a file that can't be read.
+    """
+    try:
+        yield from hub
+    except Exception as error:  # `datasets` and the hub client raise many unrelated types
+        reason = name_error(error).rstrip(".")
+        fix = "If the hub was out of reach, start the same command again."
+        raise DataError(f"{source.path} can't be read on: {reason}. {fix}") from error

@@ -10,9 +10,11 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from qlora_fsdp.common.disk import reason_of
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.common.files import create
 from qlora_fsdp.common.startup import PARENT_PID
+from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import show_duration
 from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
 from qlora_fsdp.launch.jobs import Job
@@ -56,7 +58,12 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
         while running or (waiting and not signals):
             while waiting and slots and not signals:
                 number, job = waiting.popleft()
-                running.append(_start(job, number, len(jobs), slots.pop(0)))
+                try:
+                    running.append(_start(job, number, len(jobs), slots[0]))
+                except OSError as error:  # the disk may be full, and other jobs still run
+                    say(f"[{number}/{len(jobs)}] {job.label}: can't be started: {reason_of(error)}")
+                else:
+                    del slots[0]
             time.sleep(POLL_SECONDS)
             if len(signals) > num_passed_on:
                 num_passed_on = len(signals)
@@ -120,14 +127,14 @@ def _progress(state: RunState) -> str:
 
 
 def _say(item: _Running, num_jobs: int, text: str) -> None:
-    print(f"[{item.number}/{num_jobs}] {item.job.label}: {text}", flush=True)
+    say(f"[{item.number}/{num_jobs}] {item.job.label}: {text}")
 
 
 def _pass_on(signals: list[int], running: list[_Running]) -> None:
     """Asks the ranks to save and stop at the first signal, and kills them at another one."""
     is_first = len(signals) == 1
     if is_first:
-        print("\nThe running jobs save and stop; once more kills them.", flush=True)
+        say("\nThe running jobs save and stop; once more kills them.")
     for item in running:
         if not (is_first and signal_ranks(item.process.pid, signals[0])):
             kill_tree(item.process.pid)

@@ -14,8 +14,10 @@ from hydra.core.override_parser.types import RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from qlora_fsdp.common.disk import reason_of
 from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.startup import is_rank
+from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.command_line import Arguments
 from qlora_fsdp.config.compose import read_given
@@ -83,12 +85,17 @@ def _show(folder: Path) -> list[dict[str, Any]]:
     """Writes and prints the present state of the sweep's jobs."""
     jobs = read_results(folder)
     if jobs:
-        write_results(folder, jobs)
+        say(f"\n{show_results(folder, jobs)}\n")
+        try:
+            write_results(folder, jobs)
+        except OSError as error:
+            say(f"These results can't be written to {folder}: {reason_of(error)}.")
+            return jobs
         files = "sweep.json, sweep.csv"
         with suppress(RunFolderError):  # no job may have a run folder yet
             write_report([folder])
             files += ", report.html"
-        print(f"\n{show_results(folder, jobs)}\n\nIn {folder}: {files}", flush=True)
+        say(f"In {folder}: {files}")
     return jobs
 
 

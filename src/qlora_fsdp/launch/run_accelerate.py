@@ -21,6 +21,7 @@ from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserEr
 from qlora_fsdp.common.run_key import NODE_KEY, make_key
 from qlora_fsdp.common.startup import (
     ENDING_FILE,
+    LEFT_TO_RANKS,
     LOOKS_FOR_GPUS,
     NO_RUN,
     PARENT_PID,
@@ -103,6 +104,7 @@ def _launch(argv: Sequence[str] | None) -> None:
 if __name__ == "__main__":
     leave_working_folder_out()
     end_with_parent()
-    # This process is never sent SIGINT. The ranks inherit that it is blocked, and let it in once they can handle it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # These are for the ranks, which inherit that they are blocked and let them in once they have begun. A batch system
+    # sends SIGUSR1 to every process of a job step, and the ranks can't save once this one, where they meet, is gone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
     sys.exit(main())

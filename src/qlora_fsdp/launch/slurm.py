@@ -17,6 +17,7 @@ from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem, refuse
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.run_key import RUN_KEY
 from qlora_fsdp.common.shipped import shipped_file
+from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
@@ -48,7 +49,7 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     queued = [job for job in jobs if read_job_id(job.folder) in queue]
     for job in queued:
         job_id = read_job_id(job.folder)
-        print(f"{job.label}: SLURM has it already, as job {job_id} ({queue[job_id]}).")
+        say(f"{job.label}: SLURM has it already, as job {job_id} ({queue[job_id]}).")
     todo = [job for job in jobs if job not in queued]
     if todo:
         _submit(todo, sweep.folder, _render_script(todo, sweep.folder, Path.cwd()))
@@ -181,8 +182,8 @@ def _submit(jobs: Sequence[Job], folder: Path, script: str) -> None:
         job_id = f"{number}_{index}" if len(jobs) > 1 else number
         write_atomically(job.folder / SLURM_FILE, json.dumps({"job_id": job_id}) + "\n")
     jobs_word = f"{len(jobs)} jobs" if len(jobs) > 1 else jobs[0].label
-    print(f"Submitted {jobs_word} as SLURM job {number}; the script is {file}.")
-    print(f"To look at it: qlora-fsdp status {folder}", flush=True)
+    say(f"Submitted {jobs_word} as SLURM job {number}; the script is {file}.")
+    say(f"To look at it: qlora-fsdp status {folder}")
 
 
 def _refuse_differences(jobs: Sequence[Job]) -> None:

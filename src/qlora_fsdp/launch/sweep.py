@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from qlora_fsdp.common.errors import ConfigError, refuse
+from qlora_fsdp.common.disk import reason_of
+from qlora_fsdp.common.errors import ConfigError, RunFolderError, refuse
+from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.hydra_files import FOLDER_SCHEME
 from qlora_fsdp.launch.jobs import Job, collect_jobs
 from qlora_fsdp.report.sweep_table import describe_job, write_results
@@ -62,6 +65,7 @@ class Sweep:
 
         Raises:
             ConfigError: the settings of some job of the first batch can't be used, and none was started.
+            RunFolderError: the folder of the sweep can't be written, and no job of the batch was started.
             Interrupted: by a signal, after which the running jobs have saved and ended.
         """
         jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options, self._picked)
@@ -75,15 +79,19 @@ class Sweep:
         unfinished = [job for job in different.values() if not job.is_done and not job.problems]
         has_table = any(job.swept for job in jobs) and not jobs[0].config.launch.dry_run
         if num_done := sum(job.is_done for job in different.values()):
-            print(f"{num_done} of {len(different)} jobs have finished before.")
+            say(f"{num_done} of {len(different)} jobs have finished before.")
         if has_table:
-            write_results(self.folder, self._describe())
+            try:
+                write_results(self.folder, self._describe())
+            except OSError as error:
+                fix = "Free space there, or set run.folder to a folder that you may write to."
+                raise RunFolderError(f"run.folder={self.folder} can't be written: {reason_of(error)}. {fix}") from error
         try:
             start(unfinished, self)
         finally:
             if has_table:
-                write_results(self.folder, self._describe())
-            sys.stdout.flush()
+                with suppress(OSError):  # told with the results, which are read in the jobs' own folders
+                    write_results(self.folder, self._describe())
         return [_job_return(job) for job in jobs]
 
     def _describe(self) -> list[dict[str, Any]]:

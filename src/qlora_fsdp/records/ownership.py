@@ -6,6 +6,7 @@ repository with a `config.yaml` and an `adapter/`, is no run's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from qlora_fsdp.common.files import write_json
@@ -34,6 +35,7 @@ OWN_NAMES = (
     *("adapter", CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE, WANDB_FILE, MLFLOW_FILE),
     *(STREAM_FILE, *RECORDS, ATTEMPT, LOCK),
 )
+OWN_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-\d{{8,}}")  # the name that a run gives it
 # What no link may be, because a run writes there, or its job.
 FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, CONSOLE_FILE, "wandb")
 
@@ -63,7 +65,11 @@ def find_obstacle(folder: Path) -> tuple[str, str] | None:
         fix = "Remove the link. For a run on another disk, set run.folder to a folder there, which may be a link."
         return f"holds the link {', '.join(names)}, and a run follows no links in its folder.", fix
     others = [] if is_own(folder) else [name for name in OWN_NAMES if (folder / name).exists()]
-    others += [f"{CHECKPOINTS}/{path.name}" for path in steps if not is_checkpoint(path)]
+    unknown = [f"{CHECKPOINTS}/{path.name}" for path in steps if not is_checkpoint(path)]
+    if unknown and not others and all(OWN_CHECKPOINT.fullmatch(name) for name in unknown):  # copied in part, perhaps
+        fix = "Move this away: the same command then goes on from the checkpoint before, if there is one."
+        return f"holds {', '.join(unknown)}, whose {MANIFEST} is missing or damaged.", fix
+    others += unknown
     if others:
         fix = "Set another run.name= or run.folder=, or move these away. Only what a run has written is replaced."
         return f"holds {', '.join(others)}, of no run.", fix

@@ -44,10 +44,11 @@ from typing import Any, TextIO
 import torch
 
 from qlora_fsdp.common.disk import is_write_error, reason_of
-from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.errors import RunFolderError, refuse
 from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.records.check_run_folder import check_run_folder
 from qlora_fsdp.records.console import start_log, stop_log
 from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.record_files import holder
@@ -65,21 +66,21 @@ log = logging.getLogger("qlora_fsdp")
 _locks: list[TextIO] = []  # open files, because a lock is lost when its file is closed
 
 
-def open_run_folder(config: Config, processes: Processes, keep_records: bool = False) -> Path:
-    """Make the run folder, write the settings and the environment, and start the log.
+def hold_run_folder(config: Config, processes: Processes) -> Path:
+    """Make the run folder, and keep other runs out of it until `close_run_folder`. Every rank calls this.
 
-    On rank 0 the log goes to the console and to train.log; on other ranks it goes nowhere.
+    What is in the folder is looked at afterwards: the run before may be saving a checkpoint until this one gets it.
 
     Args:
-        config: `run.folder` says where, and all of it is written there.
+        config: `run.folder` says where.
         processes: all ranks take part.
-        keep_records: append to the `RECORDS` that are there; else they are removed.
 
     Returns:
         Rank 0's folder, on every rank. The name may have the time in it, and clocks differ.
 
     Raises:
         RunFolderError: it can't be written, or another run is writing to it.
+        ConfigError: a run has finished there by now.
     """
     folder = Path(processes.share(str(Path(config.run.folder).expanduser().resolve())))
     if processes.is_main:
@@ -89,12 +90,31 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
                 raise RunFolderError(f"run.folder={folder} {' '.join(obstacle)}")
             mark(folder)
             _lock(folder)
+        refuse(check_run_folder(config))
+    return folder
+
+
+def open_run_folder(folder: Path, config: Config, processes: Processes, keep_records: bool = False) -> None:
+    """Write the settings and the environment to the run folder that this run holds, and start the log.
+
+    On rank 0 the log goes to the console and to train.log; on other ranks it goes nowhere.
+
+    Args:
+        folder: from `hold_run_folder`.
+        config: all of it is written there.
+        processes: all ranks take part.
+        keep_records: append to the `RECORDS` that are there; else they are removed.
+
+    Raises:
+        RunFolderError: it can't be written.
+    """
+    if processes.is_main:
+        with writing(folder):
             for stale in (SUMMARY_FILE, *(() if keep_records else RECORDS)):
                 remove(folder / stale)
             write_atomically(folder / CONFIG_FILE, to_yaml(config, as_written=True))
             write_json(folder / ENVIRONMENT_FILE, _describe_environment(processes))
     start_log(folder if processes.is_main else None)
-    return folder
 
 
 def check_room(folder: Path, num_bytes: int, file_bytes: int, processes: Processes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -158,6 +159,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     """
     world = World.from_environment(os.environ)
     rank, num_ranks = world.rank, world.num_ranks
+    _let_files_be_open()
     device = _choose_device(world, use_cpu)
     cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_seconds)
@@ -212,6 +214,15 @@ def _choose_device(world: World, use_cpu: bool | None) -> torch.device:
     torch.cuda.set_device(world.local_rank)
     _let_segments_grow()
     return torch.device("cuda", world.local_rank)
+
+
+def _let_files_be_open() -> None:
+    """Allow as many open files as the system does: each group connects a rank with every other one.
+
+    The usual limit, 1,024, would be reached with some hundred ranks.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _rank_0_holds_store() -> bool:

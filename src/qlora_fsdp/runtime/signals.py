@@ -36,6 +36,8 @@ class StopSignals:
         self._is_patient, self._notice = False, ""
         self._has_raised = False
         self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._arrivals = select.poll()  # select() takes no file number over 1023, and some hundred ranks open as many
+        self._arrivals.register(self._read_end, select.POLLIN)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._leave_to_parent)
@@ -46,8 +48,7 @@ class StopSignals:
 
     def wait(self, seconds: float) -> signal.Signals | None:
         """Wait for a signal, on a thread beside the main one; the signal if it ends the run at once."""
-        ready, _, _ = select.select([self._read_end], [], [], seconds)
-        if not ready:
+        if not self._arrivals.poll(seconds * 1000):
             return None
         number = os.read(self._read_end, 1)[0]
         return self._judge(signal.Signals(number)) if number in SIGNALS else None  # others are a library's: SIGCHLD

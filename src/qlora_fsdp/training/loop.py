@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, OnBadStep
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.training.bad_steps import BadSteps
@@ -53,6 +54,7 @@ def train(
     Raises:
         Interrupted: a rank got a signal. It is raised after the current step, or in the middle of an evaluation. A
             signal during the last step stops nothing: the run finishes.
+        DataError: streamed data can't be read on; what was trained has been saved, if that was possible.
         TrainingError: a bad step under training.on_bad_step=stop; more than 10 bad steps in a row under any setting
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
@@ -69,7 +71,10 @@ def train(
             recorder.begin_step()
             learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
             runner.set_learning_rate(learning_rate)
-            passes = queue.of_step(step)
+            try:
+                passes = queue.of_step(step)
+            except DataError as error:  # a stream that can't be read on, which all ranks find before the same step
+                raise DataError(f"{error} {saver.save(step).text}") from error
             is_first_update = not result.losses  # of this start
             read_figures = runner.update(passes, bad_steps.limit(), is_first_update)
             recorder.queued_step()
@@ -113,19 +118,31 @@ class PassQueue:
         self.runner, self.batches, self.recorder = runner, batches, recorder
         # One stream for the whole run, from which each step takes as many micro-batches as its batch has.
         self.micro_batches = runner.passes.announced(prefetch(batches.micro_batches(first_step)))
-        self._early: StepPasses | None = None
+        self._early: StepPasses | DataError | None = None
 
     def of_step(self, step: int) -> StepPasses:
-        """The passes of a step, which are queued now unless they were queued early."""
+        """The passes of a step, which are queued now unless they were queued early.
+
+        Raises:
+            DataError: streamed data can't be read on; on every rank, and none has begun the step.
+        """
         passes, self._early = self._early or self._queue(step), None
+        if isinstance(passes, DataError):
+            raise passes
         return passes
 
     def queue_early(self, step: int) -> None:
         """Queue the passes of the next step while this one still computes, if the runner can."""
         if self.runner.may_run_ahead:
-            self._early = self._queue(step)
+            try:
+                self._early = self._queue(step)
+            except DataError as error:  # raised when it is the step's turn
+                self._early = error
 
     def _queue(self, step: int) -> StepPasses:
+        # Micro-batches may be seen one ahead, so the next step's data is there before the first of this one's runs.
+        # Otherwise single ranks would meet an error in it while others wait for them in the middle of this step.
+        self.batches.of_step(min(step + 1, self.batches.split.num_steps - 1))
         _seed_dropout(self.batches.seed, step, self.batches.rank)
         return self.runner.run_passes(self.micro_batches, self.batches.of_step(step), self.recorder.write)
 

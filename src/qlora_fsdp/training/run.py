@@ -27,7 +27,7 @@ from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
-from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
+from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
 from qlora_fsdp.records.run_state import REPORT_FILE
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.records.trackers import note_missing_key
@@ -70,19 +70,20 @@ def run(config: Config, world: World) -> dict[str, Any]:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
     with _joined_ranks(config) as (processes, watch, summary), repeatable(config.training.deterministic):
-        # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the run
-        # folder is opened.
+        # First: can the settings be used on this hardware? Then the run folder is this run's, and what is in it stays
+        # as it is. Is there a checkpoint to resume from?
         check_same_settings(config, processes)
         check(config, _complete(world, processes))
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config, processes)
+        folder = hold_run_folder(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         choices: dict[str, Any] = {}
         changes = []
         if checkpoint is not None:
             choices = choices_of(checkpoint, config, processes.num_ranks)
             changes = check_changes(checkpoint, with_values(config, choices), processes.num_ranks)
-        folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
+        open_run_folder(folder, config, processes, keep_records=is_own(checkpoint, config))
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
         note_missing_key(config)
         if rounded is not None:

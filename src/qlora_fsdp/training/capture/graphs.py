@@ -70,8 +70,8 @@ class Graphs:
     def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield micro-batches of a sharded model, each when the hosts have begun to ask about the one behind it.
 
-        Questions begin with the first graph, which all ranks record together. An error in the data is raised when it is
-        read, on all ranks: one micro-batch before its own turn.
+        Questions begin with the first graph, which all ranks record together. The data ahead can be read: the loop has
+        seen to that on all ranks (`PassQueue`), and not on single ones in the middle of a step.
         """
         before: Batch | None = None
         for batch in micro_batches:
