@@ -143,12 +143,13 @@ def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collecti
     former = _remapped_names(model)
     taken = [name for name in linears if name.rpartition(".")[2] in former]
     rest = [name for name in linears if name not in set(taken)]
+    parameters = [name for name, _ in model.named_parameters()]  # PEFT asks each of them (Inkling's shared experts)
     return Targets(
         _shortest(rest, modules) if rest else DUMMY_TARGET_MODULES,
         taken,
         experts,
         [f"{name}.weight" for name in _shortest(taken, modules)]
-        + _shortest([place.name for place in experts], [place.name for place in places]),
+        + _shortest([place.name for place in experts], [*parameters, *(place.name for place in places)]),
     )
 
 
