@@ -154,8 +154,9 @@ def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collecti
 
 
 def linear_endings(model: nn.Module) -> str:
-    """The last parts of the names of all linear layers, for messages."""
-    return ", ".join(sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}))
+    """The last parts of the names of all linear layers, adapted or not, for messages."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lora_" not in name]
+    return ", ".join(sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name in linears}))
 
 
 def _named_by(model: PreTrainedModel, config: LoraConfig, left_out: Collection[str]) -> Callable[[str], bool]:
