@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from qlora_fsdp import merge
 from tests.helpers.checkpoints import SHAPE, write_checkpoint
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.helpers.reference import stock_losses
 from tests.helpers.runs import settings, train_here, write_rows
 
@@ -29,6 +29,11 @@ def test_layers_in_layers_are_trained_and_are_not_merged(tmp_path: Path, capsys:
     argv = settings(base, rows, *more, packing=False)
     (found,) = run_ranks(1, train_here, argv)
     assert found.losses == pytest.approx(stock_losses(argv), abs=1e-5)
+    with pytest.raises(RanksFailed, match=r"Set fsdp\.sharding_strategy=NO_SHARD"):
+        run_ranks(2, train_here, argv)
+    two = [*argv, "fsdp.sharding_strategy=NO_SHARD", f"run.folder={tmp_path / 'two'}"]
+    for rank in run_ranks(2, train_here, two):
+        assert rank.losses == pytest.approx(found.losses, abs=1e-5)
     out = tmp_path / "merged"
     assert merge.main([f"adapter={tmp_path / 'run' / 'adapter'}", f"out={out}"]) == 2
     assert "are one weight" in capsys.readouterr().err and not out.exists()
