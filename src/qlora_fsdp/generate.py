@@ -116,12 +116,8 @@ def complete(
     import torch
 
     from qlora_fsdp.decoding.completer import Request
-    from qlora_fsdp.inference.completions import (
-        STOCK_BATCH_SIZE,
-        complete_by_transformers,
-        make_completer,
-        sampling_config,
-    )
+    from qlora_fsdp.inference.completions import complete_by_transformers, make_completer, sampling_config
+    from qlora_fsdp.inference.padding import stock_batch_size
     from qlora_fsdp.sharding.by_rows import share_of_texts
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
@@ -130,7 +126,9 @@ def complete(
     first, step = share
     mine = range(first, len(prompts), step)
     if completer is None:
-        size = settings.batch_size or STOCK_BATCH_SIZE
+        size = 1
+        if len(prompts) > 1:
+            size = stock_batch_size(trained.meta.config, config.model.trust_remote_code, settings.batch_size)
         completions = complete_by_transformers(
             [prompts[number] for number in mine], len(prompts), trained, generation, processes, size, settings.seed
         )

@@ -12,6 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,14 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     """
     config = AutoConfig.from_pretrained(folder)
     auto_class = AutoModelForImageTextToText if config.model_type in MULTIMODAL else AutoModelForCausalLM
+    as_asked = deepcopy(config)  # transformers asks what to leave out before it ties weights
+    as_asked.get_text_config().tie_word_embeddings = as_asked.tie_word_embeddings = False
     with torch.device("meta"):
-        on_meta = auto_class.from_config(config)
-    routers = find_routers(on_meta)
+        on_meta = auto_class.from_config(as_asked)
+    routers, left_out = find_routers(on_meta), get_keys_to_not_convert(on_meta)
     skip = quant.llm_int8_skip_modules
     if routers:
-        skip = [*(get_keys_to_not_convert(on_meta) if skip is None else skip), *routers]
+        skip = [*(left_out if skip is None else skip), *routers]
     options = {}  # quantization_config=None would make transformers take stored codes for weights
     if quant.load_in_4bit and not _is_quantized(folder):
         options["quantization_config"] = BitsAndBytesConfig(
@@ -100,13 +103,13 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     in_int8 = ends if quant.embeddings is EmbeddingStorage.int8 else []
     if quant.load_in_8bit and not _is_quantized(folder):
-        kept = [*(get_keys_to_not_convert(model) if skip is None else skip), *routers]
+        kept = [*(left_out if skip is None else skip), *routers]
         linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
         in_int8 += [layer for name, layer in linears if layer not in ends and should_convert_module(name, kept)]
     for layer in in_int8:
         layer.weight.data = _through_int8(layer.weight.data)
     for name, layer in model.named_modules():
-        if type(layer).__name__ in OWN_LINEARS and should_convert_module(name, skip or get_keys_to_not_convert(model)):
+        if type(layer).__name__ in OWN_LINEARS and should_convert_module(name, skip or left_out):
             if quant.load_in_8bit:
                 layer.weight.data = _through_int8(layer.weight.data)
             elif quant.load_in_4bit:

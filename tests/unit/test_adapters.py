@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from peft.utils.other import TrainableTokensWrapper
+from tests.compare_families import make_config
 from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE, VOCAB, quantize_checkpoint
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -16,8 +18,11 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, trainable_names
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
+from qlora_fsdp.model.adapters.read import adapter_parameters
+from qlora_fsdp.model.adapters.write import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.sharding.shard import place_model
@@ -180,3 +185,23 @@ def test_the_weight_of_embeddings_with_new_tokens_is_their_table(checkpoint):
     tokens = AddedTokens(frozenset({3, VOCAB}), vocab_size=VOCAB + 1)
     embeddings = apply_adapters(built.model, LoraConfig(), tokens=tokens).get_base_model().get_input_embeddings()
     assert isinstance(embeddings, TrainableTokensWrapper) and embeddings.weight is table
+
+
+def test_gpt2_is_told_which_of_its_layers_are_linear():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2"))
+    with pytest.raises(AdapterError, match=r"c_attn is no linear layer \(Conv1D\). .*; here are lm_head.$"):
+        apply_adapters(model, LoraConfig())
+
+
+@pytest.mark.parametrize(("family", "lost"), [("laguna", "mlp.shared_experts.down_proj"), ("qwen3_moe", None)])
+def test_adapters_that_peft_would_not_find_again_are_told(family: str, lost: str | None):
+    """PEFT loads Laguna's by a rule for the files' `shared_expert`, which fits `shared_experts` too."""
+    with torch.device("meta"):
+        base, other = (AutoModelForCausalLM.from_config(make_config(family)) for _ in range(2))
+    model = apply_adapters(base, LoraConfig(r=4))
+    stock = peft.get_peft_model(other, peft.LoraConfig(**model.peft_config[ADAPTER].to_dict()), low_cpu_mem_usage=True)
+    keys = {key: torch.zeros(param.shape) for key, param in adapter_parameters(model).items()}
+    missing = peft.set_peft_model_state_dict(stock, keys, low_cpu_mem_usage=True).missing_keys
+    assert any(f"{lost}.lora_A" in key for key in missing) == (lost is not None)
+    assert [f"layers.*.{lost}" in note for note in describe_lost_keys(model)] == [True] * (lost is not None)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.checkpoints import SHAPE, quantize_checkpoint
+from safetensors.torch import load_file
+from tests.helpers.checkpoints import SHAPE, quantize_checkpoint, write_checkpoint
 from tests.helpers.experts import EXPERTS, build, num_quantized
 from torch import nn
 from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName
+from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.build import LARGE, BuildSettings, MetaModel, _NothingOnMeta, build_model
 from qlora_fsdp.model.find import find_model
 
@@ -46,6 +48,18 @@ def test_two_builds_from_the_same_files_are_equal(checkpoint: Callable[..., Path
     assert first == second and files.config.to_dict() == before
     assert (first["head"] == ["score"]) == (case == "classifier")
     assert any("already quantized" in note for note in first["notes"]) == (case == "quantized")
+
+
+def test_no_layer_is_taken_for_the_head_that_a_model_ties(tmp_path: Path):
+    """OLMo's norms have no weights, so its last layer has the last parameter."""
+    config = AutoConfig.for_model("olmo", **SHAPE, tie_word_embeddings=True)
+    folder = write_checkpoint(config, tmp_path / "olmo", max_shard_size="5GB")
+    options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    stock = load_file(quantize_checkpoint(folder, tmp_path / "quantized", **options) / "model.safetensors")
+    found = {
+        name for name, layer in build(folder, QuantConfig()).model.named_modules() if isinstance(layer, QuantizedLinear)
+    }
+    assert found == {name.removesuffix(".weight.absmax") for name in stock if name.endswith(".absmax")}
 
 
 def test_files_of_llama4_with_its_towers_fill_the_text_part(tmp_path: Path):

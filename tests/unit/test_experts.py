@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
+    InklingTextConfig,
     Llama4TextConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -80,6 +81,17 @@ MODELS: dict[str, PretrainedConfig] = {
         v_head_dim=16,
     ),
 }
+# Its shared experts are parameters of the same names, without adapters; its router scores them too.
+INKLING = InklingTextConfig(
+    **SMALL,
+    intermediate_size=64,
+    moe_intermediate_size=INNER,
+    n_routed_experts=NUM_EXPERTS,
+    layer_types=["hybrid_sliding", "hybrid"],
+    mlp_layer_types=["sparse", "sparse"],
+    head_dim=16,
+    swa_head_dim=16,
+)
 
 
 def stock_experts(family: str) -> tuple[ParamWrapper, nn.Module, dict[str, ExpertAdapter]]:
@@ -221,7 +233,7 @@ def test_short_steps_hold_little_of_the_weights_at_a_time():
 
 def model_of(family: str) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(MODELS[family])
+        return AutoModelForCausalLM.from_config((MODELS | {"inkling": INKLING})[family])
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -244,7 +256,7 @@ def test_every_linear_layer_and_expert_is_adapted_and_no_router(family: str):
     assert len(keys) == 2 * (len(linears) + len(weights))
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [*MODELS, "inkling"])
 def test_stock_peft_makes_the_same_adapters_of_the_saved_settings(family: str):
     ours = apply_adapters(model_of(family), LoraConfig(r=4, rank_pattern={"o_proj": 2}))
     saved = ours.peft_config[ADAPTER].to_dict()

@@ -13,6 +13,7 @@ from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.config.adapter_tables import PREFIX, TOKEN_ROWS, whole_keys
 from qlora_fsdp.layers.experts.lora import ExpertLora
@@ -108,6 +109,23 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
         if one in changes and other in changes and _are_equal(changes[one], changes[other]):
             changes[one] = changes[other]
     return changes
+
+
+def check_shared_layers(model: nn.Module, changes: Mapping[str, Change]) -> None:
+    """Refuse to merge into a weight that several layers share, as blocks of Zamba 2 do: each has an adapter of its own.
+
+    Raises:
+        AdapterError: naming two such layers.
+    """
+    modules = dict(model.named_modules())
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        layers = [modules.get(name.removesuffix(".weight")) for name in pair]
+        changed = [name for name in pair if name in changes]
+        if changed and all(isinstance(layer, (LoraLinear, nn.Linear)) for layer in layers):
+            raise AdapterError(
+                f"{changed[0]} can't be merged: {' and '.join(sorted(pair))} are one weight, and adapters change the "
+                "two layers apart. Use the adapter as it is, with qlora-fsdp generate or PEFT."
+            )
 
 
 def _are_equal(one: Change, other: Change) -> bool:

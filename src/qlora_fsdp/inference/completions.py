@@ -22,8 +22,6 @@ from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.sharding.by_rows import ByRows, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
-STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
-
 
 def make_completer(
     trained: AssembledModel,

@@ -26,14 +26,16 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
-from qlora_fsdp.inference.completions import STOCK_BATCH_SIZE, make_completer
+from qlora_fsdp.inference.completions import make_completer
 from qlora_fsdp.inference.generation_file import blaming_file, generation_config
+from qlora_fsdp.inference.padding import stock_batch_size
 from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
@@ -128,13 +130,15 @@ class SharedLM(HFLM):  # type: ignore[misc]
         trained = cast(CausalLM, model.trained.model)
         reason = why_not_by_rows(trained, model.device)
         reason = reason or why_not_in_slots(model.base.config, config.model.trust_remote_code)
+        size = batch_size or MAX_SLOTS
         if reason is not None:
-            log.info(f"Tasks: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
+            size = stock_batch_size(model.config, config.model.trust_remote_code, batch_size)
+            log.info(f"Tasks: by transformers, {plural(size, 'request')} at a time ({reason})")
         super().__init__(
             model,
             backend="causal",
             tokenizer=model.trained.tokenizer,
-            batch_size=batch_size or (STOCK_BATCH_SIZE if reason else MAX_SLOTS),
+            batch_size=size,
             max_length=max_length,
             softmax_dtype="float32",
         )

@@ -24,7 +24,7 @@ from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
 from qlora_fsdp.common.foreign_files import named_templates
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
-from qlora_fsdp.inference.changes import Change, find_changes
+from qlora_fsdp.inference.changes import Change, check_shared_layers, find_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
     WeightMerger,
@@ -64,9 +64,10 @@ def merge_files(merge: Merge) -> None:
             f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
             "model.path to the model in full precision."
         )
+    changes = find_changes(merge.trained.model.base, merge.adapter)
+    check_shared_layers(merge.trained.model.base, changes)
     with merging_to(merge.out):
         _open_folder(merge)
-        changes = find_changes(merge.trained.model.base, merge.adapter)
         untied = _write_weights(merge, changes)
         _write_config(merge, folder, untied)
 

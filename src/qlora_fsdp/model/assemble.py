@@ -26,6 +26,7 @@ from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, describe_idle_patterns
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
+from qlora_fsdp.model.adapters.write import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.find import ModelFiles, find_model
@@ -137,7 +138,7 @@ def assemble(
     rewired = Rewired(num_fp8=0, num_groups=0)
     if trains:
         check_no_experts_are_trained_whole(model)
-        notes += describe_idle_patterns(model, lora)
+        notes += [*describe_idle_patterns(model, lora), *describe_lost_keys(model.model)]
         rewired = rewire(model, config.compute, config.kernels)
         notes += add_router_loss(model, config.training.router_aux_loss_coef)
         notes += check_chat_rows(files.tensors, tokenizer, config)

@@ -85,7 +85,7 @@ def swap_chosen_linears(
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     skip = quant.llm_int8_skip_modules
-    skip = get_keys_to_not_convert(model) if skip is None else list(skip)
+    skip = _left_out_by_transformers(model) if skip is None else list(skip)
     skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
     with limited_matching("quant.llm_int8_skip_modules"):
         notes = [
@@ -108,6 +108,19 @@ def swap_chosen_linears(
     if problems:
         raise _cannot_quantize(format, problems)
     return notes
+
+
+def _left_out_by_transformers(model: PreTrainedModel) -> list[str]:
+    """What transformers leaves out by itself: the head, what is tied to it, and whatever has the last parameter.
+
+    It asks before it ties weights, when the last parameter is a tied head's own. Here that has happened, and the last
+    one may be a layer's (OLMo has no weights in its norms, nanochat neither).
+    """
+    found = set(get_keys_to_not_convert(model))
+    last, last_of_all = ([*model.named_parameters(remove_duplicate=each)][-1][0] for each in (True, False))
+    if last != last_of_all and last not in {name for pair in model.all_tied_weights_keys.items() for name in pair}:
+        found.discard(last.removesuffix(".weight"))
+    return list(found)
 
 
 def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:

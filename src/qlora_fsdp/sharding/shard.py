@@ -43,11 +43,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
+
+
+def _check_shared(layers: Sequence[nn.Module]) -> None:
+    """Refuse layers that have a parameter in common, as Zamba 2's: each is to be a unit with parameters of its own."""
+    seen: set[nn.Parameter] = set()
+    for layer in layers:
+        own = set(layer.parameters())
+        if own & seen:
+            reason = f"can't be used with {type(layer).__name__}s that share weights, which FSDP2 can't split."
+            fix = "Set fsdp.sharding_strategy=NO_SHARD, and fsdp.cpu_offload=false."
+            raise ConfigError([Problem("fsdp.sharding_strategy", reason, fix)])
+        seen |= own
 
 
 def shard_model(
@@ -63,6 +76,9 @@ def shard_model(
 
     Returns:
         The FSDP units, the root last; empty if FSDP is not used.
+
+    Raises:
+        ConfigError: layers share weights, which FSDP2 can't.
     """
     if not config.uses_fsdp(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
         return []
@@ -75,6 +91,7 @@ def shard_model(
         offload_policy=offload,
     )
     layers = model.layers
+    _check_shared(layers)
     for module in [*layers, *embedding_and_head_units(model)]:
         shard(module, reshard_after_forward=reshard_after_forward)
     # Backward begins in the root, so its parameters stay. The result is the same object, whose class is changed.

@@ -143,18 +143,20 @@ def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collecti
     former = _remapped_names(model)
     taken = [name for name in linears if name.rpartition(".")[2] in former]
     rest = [name for name in linears if name not in set(taken)]
+    parameters = [name for name, _ in model.named_parameters()]  # PEFT asks each of them (Inkling's shared experts)
     return Targets(
         _shortest(rest, modules) if rest else DUMMY_TARGET_MODULES,
         taken,
         experts,
         [f"{name}.weight" for name in _shortest(taken, modules)]
-        + _shortest([place.name for place in experts], [place.name for place in places]),
+        + _shortest([place.name for place in experts], [*parameters, *(place.name for place in places)]),
     )
 
 
 def linear_endings(model: nn.Module) -> str:
-    """The last parts of the names of all linear layers, for messages."""
-    return ", ".join(sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}))
+    """The last parts of the names of all linear layers, adapted or not, for messages."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lora_" not in name]
+    return ", ".join(sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name in linears}))
 
 
 def _named_by(model: PreTrainedModel, config: LoraConfig, left_out: Collection[str]) -> Callable[[str], bool]:

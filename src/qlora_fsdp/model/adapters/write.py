@@ -13,6 +13,7 @@ from typing import cast
 
 import peft
 import torch
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,10 +23,12 @@ from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.common.hub_names import LOCAL_BASE
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, SETTINGS_FILE
+from qlora_fsdp.config.adapter_tables import PREFIX
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.model_card import CardFacts, make_card
 from qlora_fsdp.model.adapters.read import adapter_parameters
 from qlora_fsdp.model.adapters.usage import describe_usage, is_classifier
+from qlora_fsdp.model.reached import general_name
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.runtime.processes import Processes
@@ -101,6 +104,29 @@ def adapter_keys(model: peft.PeftModel) -> dict[str, str]:
     """
     names = {id(param): name for name, param in model.named_parameters()}
     return {key: names[id(param)] for key, param in adapter_parameters(model).items()}
+
+
+def describe_lost_keys(model: peft.PeftModel) -> list[str]:
+    """A note on layers whose adapters PEFT would not find again in the adapter's file; none for nearly all models.
+
+    When PEFT loads an adapter, it gives its keys the names that transformers' rules give to weights of files in an
+    older form. For a few models the rules change keys that need no change.
+
+    Args:
+        model: PEFT's model, on meta or not.
+    """
+    keys = adapter_parameters(model)
+    found = convert_peft_adapter_state_dict_for_transformers(model, model.peft_config[ADAPTER], dict(keys), ADAPTER)
+    base = cast(PreTrainedModel, model.get_base_model())
+    layers = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in keys.keys() - found.keys()}
+    if not layers:
+        return []
+    names = sorted({general_name(base, name) for name in layers})
+    return [
+        f"PEFT {peft.__version__} changes the names of these layers when it loads an adapter, and loads it without "
+        f"them: {', '.join(names)}. qlora-fsdp's commands load all of it, and merge writes a model that any program "
+        "loads. lora.exclude_modules leaves them out"
+    ]
 
 
 def write_adapter(

@@ -68,8 +68,13 @@ class TaskModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The transformer layers in order. Each is an FSDP unit, and has its own activation policy."""
-        return [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        """The transformer layers in order. Each is an FSDP unit, and has its own activation policy.
+
+        Zamba's have others in them, which are parts of theirs.
+        """
+        found = [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        inner = {part for layer in found for part in layer.modules() if part is not layer}
+        return [layer for layer in found if layer not in inner]
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's targets, not divided by their number: float32 scalar."""
