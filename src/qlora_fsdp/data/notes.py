@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.config.data_paths import as_paths
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import show
@@ -79,7 +80,7 @@ def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[s
     into: another source may take seconds to be opened.
     """
     paths = training_paths(config.data)
-    is_at_hand = bool(paths) and Path(paths[0]).expanduser().exists()
+    is_at_hand = bool(paths) and all(path_exists(path) for path in as_paths(paths[0]))
     form, row = (find_first(config) if is_at_hand else None) or (None, {})
     answer = row["messages"][-1] if form is DataFormat.messages else {}
     field = next((key for key in REASONING if answer.get(key)), None)
