@@ -164,7 +164,8 @@ class CapturedPasses:
         evaluations. So the root is freed before the first graph, on all ranks: those that record none now may have to
         launch later, and would not take part in the gather.
         """
-        if not self.are_replayed or self.num_evaluated < WARM_UP or self.evaluations.reason is not None:
+        is_possible = self.evaluations.reason is None and not self.eager.model.reads_outputs
+        if not self.are_replayed or self.num_evaluated < WARM_UP or not is_possible:
             return None
         if not self.evaluations.by_key:
             free_gathered(self.eager.model)
