@@ -61,6 +61,7 @@ CASES = {
     "dpo with the reference in the step": Case([*PAIRS, "preference.precompute=false"]),
     "padded": Case(PADDED),
     "dpo, padded": Case([*PAIRS, "training.packing=false"]),
+    "kto, padded": Case([*PAIRS, "preference.loss=kto", "training.packing=false"]),
     "reward": Case(["task=reward", *PAIRS[:1], *PAIRS[2:], "training.packing=false"]),
     "labels of rows": Case(
         [

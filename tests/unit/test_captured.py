@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.helpers.one_process import one_process
@@ -48,6 +50,21 @@ def test_the_rest_of_the_starts_are_rows_without_tokens():
     roomy = with_room(first, Key(2, 256, 64, 256), torch.device("cpu"))
     fill(roomy, batch([[100, 156], [256]], 256))
     assert roomy.sequence_starts.tolist() == [0, 100, 256, 512] + [512] * 61
+
+
+def test_labels_have_room():
+    """A token with a label for each of two rows, and for each of three words."""
+    alone = replace(batch([[8], [8]], 8), num_tokens=torch.tensor([8, 5]))
+    two, three = (
+        replace(alone, labels=torch.arange(float(n)).view(n, 1) + 1, label_positions=torch.arange(n) + 3)
+        for n in (2, 3)
+    )
+    assert Key.of(two) == Key.of(three) == Key(2, 8, 0, 8, num_labels=16)
+    roomy = with_room(two, Key.of(two), torch.device("cpu"))
+    fill(roomy, three)
+    assert roomy.is_label.tolist() == [True] * 3 + [False] * 13
+    assert roomy.labels[:3].equal(three.labels) and roomy.label_positions[:3].equal(three.label_positions)
+    assert len(roomy.labels) == len(roomy.label_positions) == 16
 
 
 @pytest.mark.parametrize(
