@@ -136,7 +136,7 @@ def test_backward_under_fsdp_is_what_was_measured(monkeypatch, model, length, si
 
 # GiB that tensors took in forward and backward on H200s (benchmarks/results): layers gathered once, and twice.
 LAYERS_405B = "model.config.num_hidden_layers=20"
-RECORDED = "compute.cuda_graph=true", "kernels.cross_entropy=auto"
+RECORDED = "compute.cuda_graph=auto", "kernels.cross_entropy=auto"
 ONCE, TWICE = "fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward=true"
 HYBRID = "fsdp=hybrid_shard", "fsdp.hybrid_shard_size=2"
 MEASURED_PHASES = [
