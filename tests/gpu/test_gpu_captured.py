@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from qlora_fsdp.common.errors import TrainingError
+from qlora_fsdp.config.schema import ProblemType
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.training.bad_steps import BadSteps
+from tests.helpers.classification import LABELS, WORD_LABELS, write_labelled_rows, write_labelled_words
 from tests.helpers.failing import PLACES, Place, failing
 from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import once, run_ranks
@@ -30,6 +32,8 @@ RECORDED = "recorded as a CUDA graph for"
 PAIRS = ["task=preference", "data.path=PAIRS", "training.max_length=256", "training.deterministic=true"]
 IN_STEP = "preference.precompute=false"
 GRAPHS = {"captured": "auto", "eager": "false"}  # compute.cuda_graph
+ALONE = ["training.packing=false", "training.deterministic=true"]
+PADDED = ["training.packing=false", "training.max_length=256"]
 EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
 
 # A micro-batch a step: gradients are summed over ranks once, in either case.
@@ -53,6 +57,17 @@ SAME_BITS = {
     "dpo with likelihood": [*PAIRS, "preference.sft_weight=0.5"],
     "orpo": [*PAIRS, "preference.loss=orpo"],
     "kto": [*PAIRS, "preference.loss=kto"],
+    "padded": PADDED,
+    "dpo, padded": [*PAIRS, "training.packing=false"],
+    "kto, padded": [*PAIRS, "preference.loss=kto", "training.packing=false"],
+    "rewards": ["task=reward", *PAIRS[1:], "training.packing=false"],
+    "labels of rows": ["task=sequence_classification", f"task.labels=[{','.join(LABELS)}]", "data.path=ROWS", *ALONE],
+    "labels of words": [
+        "task=token_classification",
+        f"task.labels=[{','.join(WORD_LABELS)}]",
+        "data.path=WORDS",
+        *ALONE,
+    ],
 }
 # The reference in the step: two forwards before the backward.
 WITH_REFERENCE = {
@@ -69,6 +84,8 @@ SAME_EVALUATIONS = {
     "evaluations of recomputed tiles": [*EVALUATED, "training.max_length=256", "memory=recompute"],
     "evaluations of dpo": [*PAIRS, *EVALUATED],
     "evaluations of dpo with the reference in them": [*PAIRS, *EVALUATED, IN_STEP],
+    "evaluations of padded rows": [*EVALUATED, *PADDED],
+    "evaluations of rewards": ["task=reward", *PAIRS[1:], "training.packing=false", *EVALUATED],
     "evaluations of kto": [*PAIRS, *EVALUATED, "preference.loss=kto"],
 }
 ALL_SAME_BITS = SAME_BITS | WITH_REFERENCE | SAME_EVALUATIONS
@@ -76,7 +93,6 @@ ALL_SAME_BITS = SAME_BITS | WITH_REFERENCE | SAME_EVALUATIONS
 SAME_SUMS = {"accumulation": [f"training.global_batch_size={8 * NUM_RANKS}"]}
 # What can't be recorded, and what the log says.
 LAUNCHED = {
-    "padded": (["training.packing=false"], "lengths differ"),
     "offloaded parameters": (["fsdp=offload"], "host memory"),
     "offloaded activations": (["memory=offload"], "host memory"),
     "offloaded results of attention": (["memory=offload_attention"], "host memory"),
@@ -93,10 +109,16 @@ def folder(rows: Path, name: str, mode: str) -> Path:
 @pytest.fixture(scope="module")
 def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str], tuple[Trained, str]]:
     """The run of a case, captured or eager, and its log."""
-    model, pairs = checkpoint("llama"), write_pairs(rows.parent / "pairs.jsonl", 600)
+    files = {
+        "PAIRS": write_pairs(rows.parent / "pairs.jsonl", 600),
+        "ROWS": write_labelled_rows(rows.parent / "labelled.jsonl", ProblemType.single_label_classification, 200),
+        "WORDS": write_labelled_words(rows.parent / "words.jsonl", 200),
+    }
+    model = checkpoint("llama")
 
     def argv(name: str, mode: str, more: list[str]) -> list[str]:
-        more = [text.replace("PAIRS", str(pairs)) for text in more]
+        for word, file in files.items():
+            more = [text.replace(f"data.path={word}", f"data.path={file}") for text in more]
         own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={GRAPHS[mode]}"]
         return settings(model, rows, "training.max_steps=12", *own)
 

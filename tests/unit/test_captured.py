@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.helpers.one_process import one_process
@@ -50,6 +52,21 @@ def test_the_rest_of_the_starts_are_rows_without_tokens():
     assert roomy.sequence_starts.tolist() == [0, 100, 256, 512] + [512] * 61
 
 
+def test_labels_have_room():
+    """A token with a label for each of two rows, and for each of three words."""
+    alone = replace(batch([[8], [8]], 8), num_tokens=torch.tensor([8, 5]))
+    two, three = (
+        replace(alone, labels=torch.arange(float(n)).view(n, 1) + 1, label_positions=torch.arange(n) + 3)
+        for n in (2, 3)
+    )
+    assert Key.of(two) == Key.of(three) == Key(2, 8, 0, 8, num_labels=16)
+    roomy = with_room(two, Key.of(two), torch.device("cpu"))
+    fill(roomy, three)
+    assert roomy.is_label.tolist() == [True] * 3 + [False] * 13
+    assert roomy.labels[:3].equal(three.labels) and roomy.label_positions[:3].equal(three.label_positions)
+    assert len(roomy.labels) == len(roomy.label_positions) == 16
+
+
 @pytest.mark.parametrize(
     ("model", "setting", "expected"),
     [
@@ -75,13 +92,13 @@ def test_the_plan_knows_which_runs_record(model: str, setting: str, expected: bo
         ([], Policy.attention, None),
         ([], Policy.offload, "host memory"),
         ([], Policy.offload_attention, "host memory"),
-        (["task=sequence_classification", "task.labels=[a,b]"], Policy.none, "labels"),
+        (["task=sequence_classification", "task.labels=[a,b]"], Policy.none, None),
         (["kernels.cross_entropy=liger"], Policy.none, "liger"),
-        (["training=padded"], Policy.none, "lengths differ"),
+        (["training=padded"], Policy.none, None),
         (["lora.lora_dropout=0.1"], Policy.full, "random numbers"),
         (["task=preference"], Policy.none, None),
         (["task=preference", "preference.precompute=false"], Policy.none, None),
-        (["task=reward"], Policy.none, "lengths differ"),
+        (["task=reward"], Policy.none, None),
     ],
 )
 def test_which_runs_record(settings: list[str], policy: Policy, reason: str | None):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
+from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices, round_length
 from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences
@@ -205,3 +205,14 @@ def test_padding_is_no_work_of_the_model(num_slices: int):
     batch = collate(PACKED, np.array([0, 1]), micro_batch_size=3, num_slices=num_slices)
     slices = [batch] if num_slices == 1 else [batch.slice(index, num_slices) for index in range(num_slices)]
     assert sum(map(counter.of_batch, slices)) == expected
+
+
+@pytest.mark.parametrize("max_length", [100, 512, 1000, 2048, 131072])
+def test_padded_sequences_have_few_lengths(max_length: int):
+    """For each a CUDA graph is recorded. All but the shortest are a ninth of padding at most."""
+    rounded = {longest: round_length(longest, max_length) for longest in range(1, max_length + 1)}
+    assert all(longest <= length <= max_length for longest, length in rounded.items())
+    assert all(length % 8 == 0 or length == max_length for length in rounded.values())
+    assert len({*rounded.values()}) <= 60
+    shortest = max(72, max_length // 32)
+    assert all(length - longest <= length / 9 for longest, length in rounded.items() if longest >= shortest)

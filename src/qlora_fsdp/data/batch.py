@@ -24,6 +24,9 @@ from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
 
 LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples of it
+# Padded sequences have one of some fifty lengths, as each needs a CUDA graph of its own: so many between two powers of
+# two, and a step of this part of max_length at least. So of all but the shortest a ninth is padding at most.
+LENGTHS_AN_OCTAVE, SHORTEST_STEP = 8, 512
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Batch:
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
+    is_label: bool [num_labels], of a batch with room for more labels than it has: which it has; None: all.
         num_tokens: int64 [B], tokens of each sequence without padding.
         num_answers: how many rows, from the first on, are answers to compare: the chosen and the rejected one
             of each pair side by side, or one with a label each; the rows after them are padding. 0: none are compared.
@@ -60,6 +64,7 @@ class Batch:
     max_row_length: int
     labels: torch.Tensor | None = None
     label_positions: torch.Tensor | None = None
+    is_label: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     num_answers: int = 0
     is_answer: torch.Tensor | None = None
@@ -121,7 +126,7 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int,
     """Makes the tensors of a micro-batch, on the CPU.
 
     With packing, L is max_length, so that shapes never change. Otherwise it is the length of the longest row in the
-    micro-batch, rounded up to a multiple of 8.
+    micro-batch, rounded up to one of a few (`round_length`).
 
     Args:
         sequences: the data.
@@ -214,7 +219,7 @@ def _lay_out_answers(
         return lay_out(padded, sequences.max_length, sequences.pad_token_id)
     alone = [[part] for parts in rows for part in parts]
     longest = max((len(tokens) for [(tokens, _)] in alone), default=1)
-    length = min(round_up(longest, LENGTH_MULTIPLE), sequences.max_length // sequences.num_answers)
+    length = round_length(longest, sequences.max_length // sequences.num_answers)
     padded = alone + [[]] * (micro_batch_size * sequences.num_answers - len(alone))
     return lay_out(padded, length, sequences.pad_token_id)
 
@@ -237,4 +242,11 @@ def padded_length(sequences: TrainingData, longest: int) -> int:
     """Tokens of a sequence whose longest row has `longest`, with the padding after it."""
     if sequences.is_packed:
         return sequences.max_length
-    return min(round_up(longest, LENGTH_MULTIPLE), sequences.max_length)
+    return round_length(longest, sequences.max_length)
+
+
+def round_length(longest: int, max_length: int) -> int:
+    """The tokens of a padded sequence: those of the longest row, rounded up to one of a few numbers."""
+    octave = 2 ** (longest.bit_length() - 1)
+    step = max(octave // LENGTHS_AN_OCTAVE, round_up(max_length // SHORTEST_STEP, LENGTH_MULTIPLE), LENGTH_MULTIPLE)
+    return min(round_up(longest, step), max_length)

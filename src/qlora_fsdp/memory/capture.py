@@ -49,10 +49,6 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"
     if config.fsdp.cpu_offload or any(policy.offloads for policy in policies):
         return "what comes from host memory can't be part of it"
-    if config.task.has_labels:
-        return "numbers of labels differ between micro-batches"
-    if not config.training.packing:  # a graph for each length, the longest of which comes when memory is full
-        return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
     if config.computes_reference and config.lora.start is not None:

@@ -37,13 +37,14 @@ class Classifier(TaskModel):
     """
 
     class_weights: Tensor | None
+    reads_outputs = True
 
     def __init__(self, model: peft.PeftModel, task: TaskConfig) -> None:
         super().__init__(model)
         self.task = task
         self.register_buffer("class_weights", None, persistent=False)
         # What evaluation has computed since the last figures: logits, labels, and which of them begin a row.
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, ...]] = []
 
     def weigh_classes(self, data: TrainingData, device: torch.device) -> None:
         """Take the class weights of the settings, or balance them by the training data's labels."""
@@ -65,8 +66,10 @@ class Classifier(TaskModel):
                 rows = rows // batch.input_ids.shape[1]
             is_first = torch.ones_like(rows, dtype=torch.bool)
             is_first[1:] = rows[1:] != rows[:-1]
-            self._seen.append((logits_NK.cpu(), labels_NW.cpu(), is_first.cpu()))
-        return self._losses(logits_NK, labels_NW).sum()
+            seen = (tensor.cpu() for tensor in (logits_NK, labels_NW, is_first))
+            self._seen.append(tuple(seen if batch.is_label is None else (part[batch.is_label.cpu()] for part in seen)))
+        losses = self._losses(logits_NK, labels_NW)
+        return (losses if batch.is_label is None else losses.masked_fill(~batch.is_label, 0.0)).sum()
 
     def _losses(self, logits_NK: Tensor, labels_NW: Tensor) -> Tensor:
         """The loss of each of N labels, float32 [N], from K outputs and W numbers per label."""

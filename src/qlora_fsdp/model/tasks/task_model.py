@@ -31,6 +31,7 @@ class TaskModel(nn.Module):
         sums_gradients: the last value given to `shard.set_gradient_sync`.
         looks_ahead: whether `look_ahead` must be called before the losses of a step's or an evaluation's batches.
         figure_names: what the task tells besides the loss.
+        reads_outputs: whether the host reads what an evaluation computes, which a CUDA graph can't hold.
     """
 
     transform: LogitTransform | None = None
@@ -39,6 +40,7 @@ class TaskModel(nn.Module):
     sums_gradients: bool | None = None
     looks_ahead = False
     figure_names: Sequence[str] = ()
+    reads_outputs = False
     _sums: Tensor | None = None
 
     def __init__(self, model: peft.PeftModel) -> None:

@@ -19,6 +19,7 @@ from qlora_fsdp.data.batch import Batch
 MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
 OF_TOKENS = ("input_ids", "targets", "position_ids", "num_tokens")
 OF_ANSWERS = ("is_good", "margins", "reference")
+OF_LABELS = ("labels", "label_positions")
 
 
 class Key(NamedTuple):
@@ -31,6 +32,7 @@ class Key(NamedTuple):
         longest: tokens that a row may have.
         num_answers: answers that there is room for, as many as rows; where each sequence is one row, how many there
             are; 0 where none are compared.
+        num_labels: labels that there is room for; 0 where tokens are predicted.
     """
 
     size: int
@@ -38,6 +40,7 @@ class Key(NamedTuple):
     num_rows: int
     longest: int
     num_answers: int = 0
+    num_labels: int = 0
 
     @classmethod
     def of(cls, batch: Batch) -> Key:
@@ -45,7 +48,8 @@ class Key(NamedTuple):
         size, length = batch.input_ids.shape
         num_rows = len(batch.sequence_starts) - 1
         if num_rows == size:
-            return cls(size, length, 0, batch.whole_length, batch.num_answers)
+            num_labels = 0 if batch.labels is None else _round_up(len(batch.labels), MIN_ROWS)
+            return cls(size, length, 0, batch.whole_length, batch.num_answers, num_labels)
         num_rows = _round_up(num_rows, MIN_ROWS)
         longest = min(batch.whole_length, _round_up(batch.max_row_length, MIN_LONGEST))
         return cls(size, length, num_rows, longest, num_rows if batch.num_answers else 0)
@@ -54,10 +58,17 @@ class Key(NamedTuple):
 def with_room(batch: Batch, key: Key, device: torch.device) -> Batch:
     """The micro-batch on `device`, with room for as many rows and answers, and as long rows, as its key has."""
     moved = replace(batch.to(device), max_row_length=key.longest)
-    if not key.num_rows:
+    if not key.num_rows and not key.num_labels:
         return moved
-    room: dict[str, Any] = {"sequence_starts": torch.empty(key.num_rows + 1, dtype=torch.int32, device=device)}
-    if key.num_answers:
+    room: dict[str, Any] = {}
+    if key.num_labels:
+        room["is_label"] = torch.empty(key.num_labels, dtype=torch.bool, device=device)
+        for name in OF_LABELS:
+            value = getattr(moved, name)
+            room[name] = value.new_zeros(key.num_labels, *value.shape[1:])
+    if key.num_rows:
+        room["sequence_starts"] = torch.empty(key.num_rows + 1, dtype=torch.int32, device=device)
+    if key.num_rows and key.num_answers:
         room["is_answer"] = torch.empty(key.num_answers, dtype=torch.bool, device=device)
         for name in OF_ANSWERS:
             value = getattr(moved, name)
@@ -72,15 +83,19 @@ def with_room(batch: Batch, key: Key, device: torch.device) -> Batch:
 def fill(roomy: Batch, batch: Batch) -> None:
     """Write a micro-batch into the tensors of one with room for it.
 
-    What is left of the starts of rows are rows without tokens, at the end; what is left of answers is marked as none.
+    What is left of the starts of rows are rows without tokens, at the end; what is left of answers and of labels is
+    marked as none.
     """
-    for name in (*OF_TOKENS, *OF_ANSWERS):
+    for name in (*OF_TOKENS, *OF_ANSWERS, *OF_LABELS):
         value = getattr(batch, name)
         if value is not None:
             getattr(roomy, name)[: len(value)].copy_(value, non_blocking=True)
     if len(roomy.sequence_starts) > len(roomy.input_ids) + 1:
         roomy.sequence_starts.fill_(len(batch.input_ids) * batch.whole_length)
     roomy.sequence_starts[: len(batch.sequence_starts)].copy_(batch.sequence_starts, non_blocking=True)
+    if roomy.is_label is not None and batch.labels is not None:
+        roomy.is_label.fill_(False)
+        roomy.is_label[: len(batch.labels)].fill_(True)
     if roomy.is_answer is not None:
         roomy.is_answer.fill_(False)
         roomy.is_answer[: batch.num_answers].fill_(True)

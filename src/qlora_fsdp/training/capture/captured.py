@@ -7,7 +7,8 @@ the step. What this asks of a micro-batch:
 - Its tensors are copied into those that the graph was recorded with. Packed sequences have one length, but many rows or
   few. So the starts of rows are copied into a tensor of fixed size, whose rest stands for rows of no tokens. Numbers
   and lengths of rows are rounded up, so that a few graphs are enough for all micro-batches (`Key`). Answers that are
-  compared are padded to the number of rows, and the loss leaves the padding out.
+  compared are padded to the number of rows, labels to a round number, and the loss leaves the padding out. Sequences of
+  one row each have a few lengths (`round_length` in data/batch.py).
 - Gradients have their places before the first micro-batch, and every backward adds to them.
 - The divisor of the loss is a tensor, as it differs from step to step.
 - The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
@@ -164,7 +165,8 @@ class CapturedPasses:
         evaluations. So the root is freed before the first graph, on all ranks: those that record none now may have to
         launch later, and would not take part in the gather.
         """
-        if not self.are_replayed or self.num_evaluated < WARM_UP or self.evaluations.reason is not None:
+        is_possible = self.evaluations.reason is None and not self.eager.model.reads_outputs
+        if not self.are_replayed or self.num_evaluated < WARM_UP or not is_possible:
             return None
         if not self.evaluations.by_key:
             free_gathered(self.eager.model)

@@ -33,6 +33,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.capture.batch_key import Key
 from qlora_fsdp.training.capture.recording import NotRecorded, Recorded, free_graphs
 
+NUM_TOLD = 4  # graphs of a kind; padded sequences may have some fifty lengths
 log = logging.getLogger("qlora_fsdp")
 
 
@@ -134,9 +135,10 @@ class Graphs:
             log.warning(
                 f"{self.name}: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}"
             )
-        elif is_new:
+        elif is_new and len(self.by_key) <= NUM_TOLD:
             rows = f", up to {key.num_rows} rows of {key.longest}" if key.num_rows else ""
+            more = "; more may follow, without a line of their own" if len(self.by_key) == NUM_TOLD else ""
             log.info(
                 f"{self.name}: recorded as a CUDA graph for {key.size} x {key.length} tokens{rows}, in "
-                f"{time.perf_counter() - started:.1f} s; it holds {self.by_key[key].num_bytes / GIB:.1f} GiB"
+                f"{time.perf_counter() - started:.1f} s; it holds {self.by_key[key].num_bytes / GIB:.1f} GiB{more}"
             )
