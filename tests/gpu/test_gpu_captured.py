@@ -32,6 +32,9 @@ RECORDED = "recorded as a CUDA graph for"
 PAIRS = ["task=preference", "data.path=PAIRS", "training.max_length=256", "training.deterministic=true"]
 IN_STEP = "preference.precompute=false"
 GRAPHS = {"captured": "auto", "eager": "false"}  # compute.cuda_graph
+# Norms of gradients that hardly change, so that some are larger than most.
+SKIPPED = ["training.on_bad_step=skip", "training.grad_norm_spike=1.05", "training.learning_rate=1e-5"]
+SKIPPED += ["training.max_steps=32", "training.deterministic=true"]
 ALONE = ["training.packing=false", "training.deterministic=true"]
 PADDED = ["training.packing=false", "training.max_length=256"]
 EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
@@ -46,6 +49,8 @@ SAME_BITS = {
     "in tiles": ["training.max_length=256", "memory=recompute", "memory.tile_tokens=100"],
     "dropout": ["lora.lora_dropout=0.1"],
     "int8": ["quant=int8"],
+    "fp8": ["compute=fp8"],
+    "skipped steps": SKIPPED,
     "dora": ["lora.use_dora=true"],
     "new tokens": ["tokenizer.add_tokens=[the,cat]"],
     "checkpoints in between": ["checkpoint.every_steps=4"],
@@ -143,6 +148,16 @@ def test_same_bits(trained, name: str):
     eager, log = trained(name, "eager")
     assert RECORDED not in log
     assert captured.losses == eager.losses
+
+
+def test_the_same_steps_are_skipped(trained, rows: Path):
+    for mode in ("captured", "eager"):
+        trained("skipped steps", mode)
+    captured, launched = (
+        {file.name: file.read_text() for file in (folder(rows, "skipped steps", mode) / "bad_steps").iterdir()}
+        for mode in ("captured", "eager")
+    )
+    assert captured and captured == launched
 
 
 def evaluations_of(run: Path) -> list[float]:
