@@ -11,7 +11,7 @@ target of a slice's last token is the first token of the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -62,6 +62,7 @@ class Batch:
     position_ids: torch.Tensor
     sequence_starts: torch.Tensor
     max_row_length: int
+    _: KW_ONLY
     labels: torch.Tensor | None = None
     label_positions: torch.Tensor | None = None
     is_label: torch.Tensor | None = None
