@@ -141,10 +141,16 @@ def _run_from_the_root(model: TaskModel, task: TaskConfig, device: torch.device)
     inside.
     """
     ones = torch.ones((1, 8), dtype=torch.int64)
-    starts = torch.tensor([0, 8], dtype=torch.int32)
-    labels, label_positions = torch.zeros((0, label_width(task))), torch.zeros(0, dtype=torch.int64)
-    num_tokens = torch.tensor([8])
-    own = {"labels": labels, "label_positions": label_positions, "is_good": torch.zeros(0, dtype=torch.bool)}
-    batch = Batch(ones, ones, torch.arange(8)[None], starts, 8, num_tokens=num_tokens, **own)
+    batch = Batch(
+        input_ids=ones,
+        targets=ones,
+        position_ids=torch.arange(8)[None],
+        sequence_starts=torch.tensor([0, 8], dtype=torch.int32),
+        max_row_length=8,
+        labels=torch.zeros((0, label_width(task))),
+        label_positions=torch.zeros(0, dtype=torch.int64),
+        num_tokens=torch.tensor([8]),
+        is_good=torch.zeros(0, dtype=torch.bool),
+    )
     model(batch.to(device))
     model.forget_outputs()
