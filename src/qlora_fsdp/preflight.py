@@ -36,6 +36,7 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.expected_tokens import expect_tokens
+from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.longest import describe_longest
@@ -105,6 +106,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         fits = any(row["gpus"] == hardware.count for row in figures["longest"])
     else:
         choice = choose(work, target, hardware.gpu)
+        check_graph(choice.plan.work.config, choice.plan.policies, config.lora.lora_dropout > 0, is_cuda=True)
         lines, figures = _describe(choice, hardware, target)
         notes = [*work.model.notes(work.config), *([rounded] if rounded else [])]
         lines += [*padded, *(f"Note: {note}" for note in notes)]

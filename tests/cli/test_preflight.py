@@ -97,6 +97,13 @@ def test_rows_that_see_one_another_are_padded(
     )
 
 
+def test_a_run_that_is_to_record_and_cannot_is_refused(tmp_path: Path):
+    more = ["model=smollm2-135m-instruct", "hardware=1x24gib", "compute.cuda_graph=true"]
+    assert run_preflight(tmp_path, *more)[0] == 0
+    with pytest.raises(ConfigError, match=r"compute.cuda_graph=true can't be had: what comes from host memory"):
+        run_preflight(tmp_path, *more, "fsdp=offload")
+
+
 def test_the_example_of_the_readme_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The verdict is the first line, and it is said whose the speed is and where it comes from."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
