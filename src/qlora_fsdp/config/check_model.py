@@ -130,9 +130,6 @@ def _tokens(config: Config) -> Iterator[Problem]:
 
 
 def _compute(config: Config) -> Iterator[Problem]:
-    if config.compute.cuda_graph != "auto" and not isinstance(config.compute.cuda_graph, bool):
-        fix = "Set compute.cuda_graph=auto, the default."
-        yield problem_with(config, "compute.cuda_graph", "must be true, false or auto.", fix)
     if config.compute.matmul is not MatmulKind.fp8:
         return
     if not config.quant.load_in_4bit:

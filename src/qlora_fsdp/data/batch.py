@@ -24,9 +24,9 @@ from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
 
 LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples of it
-# Padded sequences have one of some fifty lengths, as each needs a CUDA graph of its own: so many between two powers of
-# two, and a step of this part of max_length at least. So of all but the shortest a ninth is padding at most.
-LENGTHS_AN_OCTAVE, SHORTEST_STEP = 8, 512
+# Padded sequences have one of some fifty lengths, as each needs a CUDA graph of its own: eight between two powers of
+# two, and no two nearer to each other than 1/512 of max_length. So of all but the shortest a ninth is padding at most.
+LENGTHS_AN_OCTAVE, MAX_STEPS = 8, 512
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Batch:
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
-    is_label: bool [num_labels], of a batch with room for more labels than it has: which it has; None: all.
+        is_label: bool [num_labels], of a batch with room for more labels than it has: which it has; None: all.
         num_tokens: int64 [B], tokens of each sequence without padding.
         num_answers: how many rows, from the first on, are answers to compare: the chosen and the rejected one
             of each pair side by side, or one with a label each; the rows after them are padding. 0: none are compared.
@@ -249,5 +249,5 @@ def padded_length(sequences: TrainingData, longest: int) -> int:
 def round_length(longest: int, max_length: int) -> int:
     """The tokens of a padded sequence: those of the longest row, rounded up to one of a few numbers."""
     octave = 2 ** (longest.bit_length() - 1)
-    step = max(octave // LENGTHS_AN_OCTAVE, round_up(max_length // SHORTEST_STEP, LENGTH_MULTIPLE), LENGTH_MULTIPLE)
+    step = max(octave // LENGTHS_AN_OCTAVE, round_up(max_length // MAX_STEPS, LENGTH_MULTIPLE), LENGTH_MULTIPLE)
     return min(round_up(longest, step), max_length)

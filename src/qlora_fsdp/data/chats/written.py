@@ -18,6 +18,7 @@ from qlora_fsdp.data.row import EMPTY, REFUSED, SYSTEM, WRONG_KEYS, BadRow, call
 
 ROLES = ("system", "user", "assistant", "tool")  # that templates know
 THOUGHTS = ("thinking", "reasoning")
+ANOTHER = "set data.chat_template to one that"
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 
@@ -38,9 +39,8 @@ def check_written(conversation: Conversation, text: str, trace: Trace | None = N
     _check_calls(conversation, text, trace)
     for role, number in _first_messages(conversation).items():
         if role not in ROLES and _leaves_out_words(conversation, text, number):
-            reason = f"it leaves out what message {number + 1} says, of the {role}"
-            reason += f"; write {', '.join(ROLES[:-1])} or {ROLES[-1]} as its role"
-            raise BadRow(REFUSED, f"{reason}, or set data.chat_template to one that has it")
+            fix = f"write {', '.join(ROLES[:-1])} or {ROLES[-1]} as its role, or {ANOTHER} has it"
+            raise BadRow(REFUSED, f"it leaves out {_words(number, role)}; {fix}")
     for number in range(len(conversation.messages)):
         _check_parts(conversation, text, number)
 
@@ -70,8 +70,7 @@ def check_words(conversation: Conversation, text: str) -> None:
             continue
         if role in SYSTEM and number == 0:
             raise BadRow(REFUSED, "it leaves out the system message; put that into the first message of the user")
-        reason = f"it leaves out what message {number + 1} says, of the {role}"
-        raise BadRow(REFUSED, f"{reason}; set data.chat_template to one that has it")
+        raise BadRow(REFUSED, f"it leaves out {_words(number, role)}; {ANOTHER} has it")
 
 
 def check_fields(conversation: Conversation, text: str, trained: list[bool]) -> None:
@@ -108,6 +107,10 @@ def _leaves_out_words(conversation: Conversation, text: str, number: int) -> boo
     return _is_same_with(conversation, text, number, {**conversation.messages[number], "content": "other words"})
 
 
+def _words(number: int, role: str) -> str:
+    return f"what message {number + 1} says, of the {role}"
+
+
 def _last_line(content: str) -> str:
     """What a template surely writes of a message, if anything: it may drop thoughts, and spaces around the rest."""
     return content.rpartition("</think>")[2].strip().rpartition("\n")[2]
@@ -126,7 +129,7 @@ def _check_parts(conversation: Conversation, text: str, number: int) -> None:
         says = kind not in THOUGHTS and part != {"type": "text", "text": ""}
         if says and _is_same_with(conversation, text, number, fewer):
             reason = f"it leaves out the part of type {kind} of message {number + 1}"
-            raise BadRow(REFUSED, f"{reason}; write text, or set data.chat_template to one that has such parts")
+            raise BadRow(REFUSED, f"{reason}; write text, or {ANOTHER} has such parts")
 
 
 def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
@@ -149,8 +152,7 @@ def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> 
         for fewer in [{"content": "", **without}, *(shorter if len(calls) > 1 else [])]:
             if _is_same_with(conversation, text, number, fewer):
                 what = "one of the" if "tool_calls" in fewer else "the"
-                fix = "set data.chat_template to one that has them"
-                raise BadRow(REFUSED, f"it leaves out {what} tool_calls of message {number + 1}; {fix}")
+                raise BadRow(REFUSED, f"it leaves out {what} tool_calls of message {number + 1}; {ANOTHER} has them")
 
 
 def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
