@@ -38,7 +38,14 @@ from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.reward import RewardModel
 from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.model.trials.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
+from qlora_fsdp.model.trials.packing import (
+    RECURRENT_KERNELS,
+    Traits,
+    check_causal,
+    find_traits,
+    sees_no_padding,
+    settle_packing,
+)
 from qlora_fsdp.model.trials.slices import check_slices, whole_attention
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.mesh import join_context_group
@@ -221,7 +228,7 @@ def _try_small_model(
         The settings with packing decided, what was found, the name of the attention, and notes.
     """
     traits = find_traits(files.config, config, processes)
-    is_causal = config.task.is_causal and not generates
+    is_causal = sees_no_padding(config, traits) and not generates
     wanted, device = config.model.attn_implementation.value, processes.device
     attention, slower = choose_attention(
         *(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts),

@@ -34,7 +34,7 @@ from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.model.trials.packing import check_causal, planned_dtype, try_small
+from qlora_fsdp.model.trials.packing import check_causal, planned_dtype, sees_no_padding, try_small
 from qlora_fsdp.model.trials.slices import check_slices, whole_attention
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
 from qlora_fsdp.tracing.meta_batch import batch_on_meta
@@ -199,10 +199,9 @@ class _Built:
 
 def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) -> ModelTracer:
     """The tracer of a model that is about to be trained."""
-    is_causal = config.task.is_causal
     attention = assembled.attention
-    if is_cuda:
-        attention = traced_attention(attention, assembled.files.config, assembled.dtype, is_causal)
+    if is_cuda:  # the attention that was chosen fits the model
+        attention = traced_attention(attention, assembled.files.config, assembled.dtype, is_causal=True)
     kernels, loss, transform = assembled.liger_kernels, assembled.loss_kernel, assembled.model.transform
     computing = Computing(assembled.dtype, attention, kernels, loss, is_cuda, transform, assembled.unreached)
     return ModelTracer(assembled.files, computing, assembled.tokens, config.model.trust_remote_code)
@@ -210,10 +209,10 @@ def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) ->
 
 def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     """The tracer of a model of which only the config is known, for a run on recent GPUs."""
-    dtype, is_causal, text = planned_dtype(config), config.task.is_causal, model_config.get_text_config()
+    dtype, text = planned_dtype(config), model_config.get_text_config()
     traits = try_small(model_config, config)
     check_causal(model_config, traits)
-    wanted = config.model.attn_implementation.value
+    wanted, is_causal = config.model.attn_implementation.value, sees_no_padding(config, traits)
     attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
     if config.distributed.num_slices > 1:
         check_slices(model_config, config, traits)

@@ -20,12 +20,14 @@ from transformers import AttentionInterface
 
 BY_STARTS = "qlora_fsdp_by_starts"  # what varlen computes
 BY_STARTS_CAPPED = "qlora_fsdp_by_starts_capped"  # what FlashAttention 2 computes
+BY_SEQUENCES = "qlora_fsdp_by_sequences"  # what varlen computes where every sequence is one row
 BY_SLICES = "qlora_fsdp_by_slices"  # what varlen computes for ranks that share sequences (layers/attention/sliced.py)
 
 
 def register_stand_ins() -> None:
     """Put these functions into transformers' registry of attention."""
     AttentionInterface.register(BY_STARTS, attend_by_starts)
+    AttentionInterface.register(BY_SEQUENCES, attend_by_sequences)
     AttentionInterface.register(BY_SLICES, attend_by_slices)
     AttentionInterface.register(BY_STARTS_CAPPED, partial(attend_by_starts, caps=True))
 
@@ -86,6 +88,23 @@ def attend_by_starts(
         logits = torch.cat([logits, s_aux.view(1, -1, 1, 1).expand(batch, -1, length, 1)], dim=-1)
     shares = F.softmax(logits, dim=-1)[..., :length]
     return (shares @ value).transpose(1, 2).contiguous(), None
+
+
+def attend_by_sequences(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal attention within sequences, which have one row each, for layers that hand no starts down.
+
+    Shapes: those of `attend_by_starts`.
+
+    Raises:
+        ValueError: the model makes a mask nevertheless.
+    """
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} is given a mask")
+    batch, _, length, _ = query.shape
+    starts = torch.arange(batch + 1, device=query.device) * length
+    return attend_by_starts(module, query, key, value, None, **{**kwargs, "cu_seq_lens_q": starts})
 
 
 def attend_by_slices(

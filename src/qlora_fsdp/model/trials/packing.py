@@ -40,7 +40,9 @@ from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
+from qlora_fsdp.model.build import AUTO_CLASSES
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.trials.padding_trial import why_mask_is_needed
 from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
 from qlora_fsdp.runtime.processes import Processes
 
@@ -54,8 +56,8 @@ class Traits:
 
     Attributes:
         transform: what makes the logits of the head's output; None if they are made in another way.
-        why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model; None if
-            they do, or if it was not asked.
+        why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model for its
+            task; None if they do, or if it was not asked.
         unreached: linear layers that got no gradient, by their `general_name` (model/reached.py).
         why_not_causal: why the model can't learn to predict the next token; None if it can, or if it was not asked.
         why_not_sliced: why ranks can't share sequences of this model; None if they can, or if it was not asked.
@@ -77,7 +79,7 @@ def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -
 
 
 def try_small(model: PretrainedConfig, config: Config, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
-    """Try a small causal language model of the model's class. For a classifier, only unreached layers are found.
+    """Try a small causal language model of the model's class, and a small classifier if the task has one.
 
     Args:
         model: the model's config.
@@ -87,10 +89,16 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
     """
     trial = _trial(model, config, device)
     if not config.task.is_causal:
-        return Traits(transform=None, why_not_by_starts=None, unreached=trial.unreached)
+        needs_mask = why_mask_is_needed(trial, AUTO_CLASSES[config.task.name]) if for_gpu else None
+        return Traits(transform=None, why_not_by_starts=needs_mask, unreached=trial.unreached)
     by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
     by_slices = trial.why_not_packed(BY_SLICES) if config.distributed.num_slices > 1 else None
     return Traits(trial.head_transform(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
+
+
+def sees_no_padding(config: Config, traits: Traits) -> bool:
+    """Whether no token sees the padding at the end, so that attention needs no mask for it."""
+    return config.task.is_causal or traits.why_not_by_starts is None
 
 
 def check_causal(model: PretrainedConfig, traits: Traits) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,18 +78,18 @@ class RowTrial:
         self.error: str | None = None
         self.is_recurrent, self.num_positions, self.unreached = False, None, frozenset[str]()
         register_stand_ins()
-        with _stock():
+        with stock():
             try:
                 self.small = miniature(config, max_length)
                 self._check_size()
-                self.model = self._build("eager")
+                self.model = self.build("eager")
                 self.is_recurrent = has_recurrent_layers(self.model)
                 self.num_positions = num_learned_positions(self.model)
                 linears = ReachedLinears(self.model)
                 self.alone = _compute_alone(self.model, self.rows, linears)
                 self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
-                _raise_shortage(error)
+                raise_shortage(error)
                 self.error = f"a small model of its kind, to try it with, fails ({name_error(error)})"
 
     def why_not_packed(self, attention: str) -> str | None:
@@ -96,19 +97,19 @@ class RowTrial:
         if self.error is not None:
             return self.error
         if attention not in self.found:
-            with _stock():
+            with stock():
                 self.found[attention] = self._try(attention)
         return self.found[attention]
 
     def _try(self, attention: str) -> str | None:
         length, rows = (SLICE_LENGTH, "sliced") if attention == BY_SLICES else (LENGTH, "packed")
         try:
-            model = self._build(attention)
+            model = self.build(attention)
             model.load_state_dict(self.model.state_dict())
             packed = _compute_packed(model, self.rows, length)
             changed = _compute_packed(model, _change(self.rows), length)
         except Exception as error:
-            _raise_shortage(error)
+            raise_shortage(error)
             return f"{rows} rows can't be computed ({name_error(error)})"
         others = [row for row in range(len(self.rows)) if row not in CHANGED]
         is_gpu = self.device.type != "cpu"
@@ -117,10 +118,10 @@ class RowTrial:
             ("gradients", GRADIENTS_TOLERANCE, packed.gradients, changed.gradients, self.alone.gradients),
         ):
             tolerance = GPU_TOLERANCE if is_gpu else tolerance
-            change = _difference([before[row] for row in others], [after[row] for row in others])
+            change = largest_difference([before[row] for row in others], [after[row] for row in others])
             if not change <= tolerance:
                 return f"{rows} rows see one another ({what} change by {change:.1g} of the largest)"
-            difference = _difference(before, alone)
+            difference = largest_difference(before, alone)
             if not difference <= tolerance:
                 return (
                     f"{rows} rows are not what they are alone (their {what} differ by {difference:.1g} of the largest)"
@@ -133,9 +134,9 @@ class RowTrial:
             return None
         row, before = self.rows[1].clone(), self.alone.logits[1][:-1]
         row[-1:] = _other_tokens(row[-1:])
-        with _stock(), torch.no_grad():
+        with stock(), torch.no_grad():
             after = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0, :-1]
-        change = _difference([after], [before])
+        change = largest_difference([after], [before])
         if change <= (GPU_TOLERANCE if self.device.type != "cpu" else LOGITS_TOLERANCE):
             return None
         return f"tokens see later ones (with another last token, logits change by {change:.1g} of the largest)"
@@ -145,19 +146,27 @@ class RowTrial:
         if self.error is not None:
             return None
         row, logits = self.rows[1].to(self.device), self.alone.logits[1]
-        with _stock(), torch.no_grad():
+        with stock(), torch.no_grad():
             try:
-                build = partial(self._build, "eager")
+                build = partial(self.build, "eager")
                 return HeadTrial(self.model, self.config, row, logits, build, _are_apart).transform()
             except Exception as error:  # no such parts, or parts that want to be called in another way
-                _raise_shortage(error)
+                raise_shortage(error)
                 return None
 
-    def _build(self, attention: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
-        """A small model in training mode, with random weights that are so large that whatever is mixed shows."""
+    def build(
+        self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = AutoModelForCausalLM
+    ) -> PreTrainedModel:
+        """A small model in training mode, with random weights that are so large that whatever is mixed shows.
+
+        Args:
+            attention: the implementation of attention.
+            config: the small model's config; None: `small`.
+            auto_class: transformers' class for the task.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self._make(attention, config)
+            model = self._make(attention, config, auto_class)
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
                     is_table = "embed" in name or "wte" in name
@@ -177,8 +186,10 @@ class RowTrial:
         if num_parameters > MAX_PARAMETERS:
             raise ValueError(f"it has {num_parameters:,} parameters, so its config has sizes under unknown names")
 
-    def _make(self, attention: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    def _make(
+        self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = AutoModelForCausalLM
+    ) -> PreTrainedModel:
+        model: PreTrainedModel = auto_class.from_config(
             deepcopy(config or self.small),
             attn_implementation=attention,
             dtype=torch.float32,
@@ -187,7 +198,7 @@ class RowTrial:
         return model
 
 
-def _raise_shortage(error: Exception) -> None:
+def raise_shortage(error: Exception) -> None:
     """Raise the error again if memory ran out: that says nothing of the model, and the next start may have more."""
     if is_shortage(error):
         raise error
@@ -211,10 +222,10 @@ def _compute_alone(model: PreTrainedModel, rows: Sequence[Tensor], linears: Reac
     """Each row by itself, as anybody would call the model; `linears` learns which of them get a gradient."""
     logits, gradients = [], []
     for index, row in enumerate(rows):
-        with _embedded(model) as embedded, linears.outputs() as outputs:
+        with embedded_by(model) as embedded, linears.outputs() as outputs:
             found = model(input_ids=row[None].to(model.device), use_cache=False).logits
         logits.append(found[0].detach())
-        total = (found[0] * _weights(index, found[0])).sum()
+        total = (found[0] * weights_of(index, found[0])).sum()
         (embeddings,) = embedded
         gradient, *of_outputs = torch.autograd.grad(total, [embeddings, *outputs], allow_unused=True)
         gradients.append(gradient[0])
@@ -238,18 +249,18 @@ def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int)
     if length < LENGTH:
         in_tokens = {name: value for name, value in inputs.items() if name in PER_TOKEN}
         inputs |= {name: value.view(-1, length) for name, value in in_tokens.items()}
-    with _embedded(model) as embedded:
+    with embedded_by(model) as embedded:
         output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     starts = [index * LENGTH + sum(part[:n]) for index, part in enumerate(ROWS) for n in range(len(part))]
     places = [slice(start, start + len(row)) for start, row in zip(starts, rows, strict=True)]
-    total = sum((logits[place] * _weights(index, logits[place])).sum() for index, place in enumerate(places))
+    total = sum((logits[place] * weights_of(index, logits[place])).sum() for index, place in enumerate(places))
     gradient = torch.autograd.grad(total, embedded)[0].flatten(0, 1)
     return _Result([logits[place].detach() for place in places], [gradient[place] for place in places])
 
 
 @contextmanager
-def _embedded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def embedded_by(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Collects what the model's embeddings give."""
     found: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: found.append(output))
@@ -259,23 +270,23 @@ def _embedded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _weights(row: int, logits: Tensor) -> Tensor:
+def weights_of(row: int, logits: Tensor) -> Tensor:
     """Random factors for a row's logits. The gradient of the weighted sum is what rows are compared by."""
     return torch.randn(logits.shape, generator=torch.Generator().manual_seed(row)).to(logits.device)
 
 
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference of all rows, as a part of the largest value; NaN if a value is."""
     difference = torch.cat([(a - b).abs().flatten() for a, b in zip(found, expected, strict=True)]).max()
     return float(difference / torch.cat([tensor.abs().flatten() for tensor in expected]).max())
 
 
 def _are_apart(found: Tensor, expected: Tensor) -> bool:
-    return not _difference([found], [expected]) <= LOGITS_TOLERANCE
+    return not largest_difference([found], [expected]) <= LOGITS_TOLERANCE
 
 
 @contextmanager
-def _stock() -> Iterator[None]:
+def stock() -> Iterator[None]:
     """Transformers as it comes, without the GPU kernels of an earlier run; its warnings would be of the small model."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
