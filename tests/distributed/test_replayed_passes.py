@@ -62,6 +62,9 @@ CASES = {
     "padded": Case(PADDED),
     "dpo, padded": Case([*PAIRS, "training.packing=false"]),
     "kto, padded": Case([*PAIRS, "preference.loss=kto", "training.packing=false"]),
+    "dpo, padded, with the reference in the step": Case(
+        [*PAIRS, "training.packing=false", "preference.precompute=false"]
+    ),
     "reward": Case(["task=reward", *PAIRS[:1], *PAIRS[2:], "training.packing=false"]),
     "labels of rows": Case(
         [

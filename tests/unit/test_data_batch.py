@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices, round_length
+from qlora_fsdp.common.sizes import num_lengths, round_length
+from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences
@@ -213,6 +214,6 @@ def test_padded_sequences_have_few_lengths(max_length: int):
     rounded = {longest: round_length(longest, max_length) for longest in range(1, max_length + 1)}
     assert all(longest <= length <= max_length for longest, length in rounded.items())
     assert all(length % 8 == 0 or length == max_length for length in rounded.values())
-    assert len({*rounded.values()}) <= 60
+    assert len({*rounded.values()}) == num_lengths(max_length) <= 60
     shortest = max(72, max_length // 32)
     assert all(length - longest <= length / 9 for longest, length in rounded.items() if longest >= shortest)

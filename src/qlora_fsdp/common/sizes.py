@@ -41,3 +41,25 @@ def next_power_of_two(number: int) -> int:
 def offload_buffer_bytes(num_bytes: int) -> int:
     """Bytes of the host buffer in which an offloaded tensor of `num_bytes` waits for backward."""
     return round_up(num_bytes, PINNED_UNIT)
+
+
+# Matrix products run faster on lengths that are multiples of this.
+LENGTH_MULTIPLE = 8
+# Padded sequences have one of some fifty lengths, as each needs a CUDA graph of its own: eight between two powers of
+# two, and no two nearer to each other than 1/512 of max_length. So of all but the shortest a ninth is padding at most.
+LENGTHS_AN_OCTAVE, MAX_STEPS = 8, 512
+
+
+def round_length(longest: int, max_length: int) -> int:
+    """Returns the tokens of a padded sequence: those of the longest row, rounded up to one of a few numbers."""
+    octave = 2 ** (longest.bit_length() - 1)
+    step = max(octave // LENGTHS_AN_OCTAVE, round_up(max_length // MAX_STEPS, LENGTH_MULTIPLE), LENGTH_MULTIPLE)
+    return min(round_up(longest, step), max_length)
+
+
+def num_lengths(max_length: int) -> int:
+    """Returns how many lengths padded sequences may have."""
+    length = number = 0
+    while length < max_length:
+        length, number = round_length(length + 1, max_length), number + 1
+    return number

@@ -18,15 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.sizes import IGNORE_INDEX, round_up
+from qlora_fsdp.common.sizes import IGNORE_INDEX, round_length, round_up
 from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
-
-LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples of it
-# Padded sequences have one of some fifty lengths, as each needs a CUDA graph of its own: eight between two powers of
-# two, and no two nearer to each other than 1/512 of max_length. So of all but the shortest a ninth is padding at most.
-LENGTHS_AN_OCTAVE, MAX_STEPS = 8, 512
 
 
 @dataclass(frozen=True)
@@ -244,10 +239,3 @@ def padded_length(sequences: TrainingData, longest: int) -> int:
     if sequences.is_packed:
         return sequences.max_length
     return round_length(longest, sequences.max_length)
-
-
-def round_length(longest: int, max_length: int) -> int:
-    """The tokens of a padded sequence: those of the longest row, rounded up to one of a few numbers."""
-    octave = 2 ** (longest.bit_length() - 1)
-    step = max(octave // LENGTHS_AN_OCTAVE, round_up(max_length // MAX_STEPS, LENGTH_MULTIPLE), LENGTH_MULTIPLE)
-    return min(round_up(longest, step), max_length)

@@ -29,6 +29,7 @@ from qlora_fsdp.common.sizes import (
     PIECE_BYTES,
     SLAB_BYTES,
     next_power_of_two,
+    num_lengths,
     offload_buffer_bytes,
     round_up,
 )
@@ -49,6 +50,7 @@ LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the s
 CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
+GRAPH_LAYER = 460 * 2**10  # of each CUDA graph but the first, for a transformer layer: what its kernels are called with
 NCCL_SLICES = 400 * MIB  # of a second communicator, for ranks that share sequences; assumed, not measured yet
 # What torch's allocator holds beyond the tensors, with expandable segments: 3 % of what is allocated and freed in a
 # step, and 128 MiB because it has a range of memory for each stream and size class, whose last page is partly used.
@@ -114,7 +116,14 @@ class MemoryPlan:
             return 0
         alone = NCCL_ALONE if self.work.uses_fsdp else 0
         shared = NCCL_SLICES if self.work.config.distributed.num_slices > 1 else 0
-        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone) + shared
+        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone) + shared + self.graph_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """GPU bytes that CUDA takes for graphs, outside torch's allocator, if padded sequences have all lengths."""
+        if self.beside_graph == 0 or not self.work.config.is_padded:
+            return 0
+        return (num_lengths(self.work.config.training.max_length) - 1) * self.work.num_layers * GRAPH_LAYER
 
     @property
     def host_needed(self) -> int:

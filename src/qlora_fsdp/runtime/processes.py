@@ -213,6 +213,7 @@ def _choose_device(world: World, use_cpu: bool | None) -> torch.device:
         )
     torch.cuda.set_device(world.local_rank)
     _let_segments_grow()
+    _register_nothing_in_graphs()
     return torch.device("cuda", world.local_rank)
 
 
@@ -282,6 +283,16 @@ def _let_segments_grow() -> None:
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _register_nothing_in_graphs() -> None:
+    """Have collectives in CUDA graphs go through NCCL's own buffers, unless the user has decided otherwise.
+
+    By default NCCL registers the tensors of a recorded collective, so that other GPUs write into them. It takes each
+    for one piece of memory, which a tensor in expandable segments need not be (torch issue 158029). Then ranks with
+    micro-batches of unlike lengths waited for one another forever (docs/decisions.md).
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def stop_processes() -> None:

@@ -8,7 +8,7 @@ the step. What this asks of a micro-batch:
   few. So the starts of rows are copied into a tensor of fixed size, whose rest stands for rows of no tokens. Numbers
   and lengths of rows are rounded up, so that a few graphs are enough for all micro-batches (`Key`). Answers that are
   compared are padded to the number of rows, labels to a round number, and the loss leaves the padding out. Sequences of
-  one row each have a few lengths (`round_length` in data/batch.py).
+  one row each have a few lengths (`round_length` in common/sizes.py).
 - Gradients have their places before the first micro-batch, and every backward adds to them.
 - The divisor of the loss is a tensor, as it differs from step to step.
 - The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
