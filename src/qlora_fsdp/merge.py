@@ -19,9 +19,10 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
-from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import (
     Config,
+    DataFormat,
     EmbeddingStorage,
     PreferenceConfig,
     TaskConfig,
@@ -107,7 +108,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             processes.device,
         )
     )
-    log.info(_describe_end(out, is_there, config))
+    log.info(_describe_end(out, is_there, config, read_trained_on(settings.adapter)))
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
@@ -116,8 +117,11 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         print_result(json.dumps(report))
 
 
-def _describe_end(out: Path, was_there: bool, config: Config) -> str:
-    """Describe the result, and what to type next with a model that writes text."""
+def _describe_end(out: Path, was_there: bool, config: Config, trained_on: DataFormat | None) -> str:
+    """Describe the result, and what to type next with a model that writes text.
+
+    The model's folder does not say how prompts were written in training, as the adapter's does.
+    """
     files = list(out.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
     what = f"{plural(len(files), 'file')} of weights, {size}"
@@ -126,7 +130,15 @@ def _describe_end(out: Path, was_there: bool, config: Config) -> str:
     merged = f"Merged: {out} ({what}). It is a model as any other"
     if not config.task.is_causal:
         return f"{merged}."
-    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(out))}{trust(config.model.trust_remote_code)}', out)}"
+    given = f"model.path={shlex.quote(str(out))}{trust(config.model.trust_remote_code)}"
+    if trained_on not in (None, DataFormat.messages):
+        note = f"the adapter was trained on {trained_on.value} rows; prompts are to be written as these have them"
+        return f'{merged}:\n  qlora-fsdp generate {given} raw=true prompt="..."\nNote: {note}.'
+    lines = [f"{merged}:", f"  {ask(given, out)}"]
+    if config.data.system_prompt:
+        note = "conversations began with a system prompt in training, which the model does not have by itself"
+        lines.append(f"Note: {note}; data.system_prompt sets it: {config.data.system_prompt}")
+    return "\n".join(lines)
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chats.calls import write_calls
 from qlora_fsdp.data.chats.template import Span, has_generation_marks
 from qlora_fsdp.data.format import FormattedRow
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
+from qlora_fsdp.data.message import TRAIN_KEYS, is_trained
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow
 
 
 def slow_format(

@@ -95,7 +95,7 @@ def test_answers_and_their_end_markers_alone(template: str):
 
 
 @pytest.mark.parametrize("template", EXPECTED)
-@pytest.mark.parametrize("switch", [{"train": False}, {"weight": 0}])
+@pytest.mark.parametrize("switch", [{"train": False}, {"weight": 0}, {"training": False}, {"loss": False}])
 def test_a_message_that_is_not_to_be_trained_on(template: str, switch: dict[str, Any]):
     messages = [{**m, **switch} if m["content"] == "Ciao, é." else {**m, "weight": 1} for m in CHAT]
     before, _, last = EXPECTED[template].rpartition("⟦")
@@ -231,6 +231,19 @@ def test_parts_of_text_are_text(template: str):
         ({"conversations": [{"from": "human"}]}, "wrong keys: message 1 has no content"),
         ({"messages": [{**CHAT[2], "weight": 0.5}]}, "wrong types: weight of message 1 is 0.5, neither 0 nor 1"),
         ({"messages": [CHAT[1], {**CHAT[2], "train": False}]}, "no target token"),
+        (
+            {
+                "messages": [
+                    CHAT[1],
+                    {**CHAT[2], "train_detail": [{"begin_offset": 0, "train": False}]},
+                ]
+            },
+            "wrong keys: message 2 has train_detail, and a message is trained on as a whole or not",
+        ),
+        (
+            {"prompt": "a", "completion": "[{'role': 'assistant', 'content': 'b'}]"},
+            "wrong types: completion is text that holds a list of messages; write the list itself",
+        ),
         (
             {"messages": [CHAT[1], {**CHAT[2], "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},
             "wrong keys: message 2 has function_call, OpenAI's older form; write tool_calls",

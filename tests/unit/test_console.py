@@ -15,6 +15,7 @@ from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp import merge
+from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.records.console import Console, start_log, stop_log
 from qlora_fsdp.records.ending import commands_for, describe_end
 from qlora_fsdp.records.journal import Journal
@@ -166,5 +167,17 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     )
     assert "model.trust_remote_code=true" in merges
     assert "trust" not in pushes, "which loads no model"
-    (asks,) = merge._describe_end(tmp_path / "merged", False, config).splitlines()[1:]
+    (asks,) = merge._describe_end(tmp_path / "merged", False, config, None).splitlines()[1:]
     assert asks == f'  qlora-fsdp generate model.path={tmp_path}/merged model.trust_remote_code=true prompt="..."'
+
+
+def test_a_merge_tells_how_prompts_were_written_in_training(tmp_path: Path):
+    """A merged model's folder does not say it, and a chat template would write them otherwise."""
+    (tmp_path / "chat_template.jinja").touch()
+    config = load_config(["model=tiny", "data=random", "data.system_prompt=Be terse."])
+    asks, note = merge._describe_end(tmp_path, False, config, DataFormat.messages).splitlines()[1:]
+    assert asks == f"  qlora-fsdp chat model.path={tmp_path}"
+    assert note.endswith("data.system_prompt sets it: Be terse.")
+    asks, note = merge._describe_end(tmp_path, False, config, DataFormat.instruction).splitlines()[1:]
+    assert asks == f'  qlora-fsdp generate model.path={tmp_path} raw=true prompt="..."'
+    assert note.startswith("Note: the adapter was trained on instruction rows")

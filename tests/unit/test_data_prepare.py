@@ -590,6 +590,9 @@ def test_columns_have_the_names_that_the_data_gives_them(tmp_path, run):
         DataError, match=r"no reply, which data\.columns names for completion; keys are question, answer"
     ):
         run(path, columns={"prompt": "question", "completion": "reply"})
+    dolly = write_lines(tmp_path / "d.jsonl", {"instruction": "i", "context": "c", "response": "r"})
+    with pytest.raises(DataError, match=r"set data\.columns=\{input: context, output: response\}"):
+        run(dolly)  # a prompt alone would leave the context out
     other = write_lines(tmp_path / "b.jsonl", {"a": 1, "b": 2})
     with pytest.raises(DataError, match=r"keys are a, b, and not messages; .*data\.columns=\{prompt: NAME"):
         run(other)

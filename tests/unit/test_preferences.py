@@ -49,6 +49,8 @@ from qlora_fsdp.training.batches import GlobalBatches
 BOS, EOS, PAD = 256, 257, 258
 TOKENIZER = byte_tokenizer()
 USER = {"role": "user", "content": "Hi"}
+SYSTEM, OTHER = {"role": "system", "content": "S"}, {"role": "user", "content": "Why?"}
+IN_PARTS = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Yes", "No."))
 
 
@@ -144,6 +146,10 @@ def test_a_conversation_beside_answers_is_not_left_unread(tmp_path: Path, turn: 
         {"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO]},
         {"prompt": [USER], "chosen": [USER | {"name": None}, YES], "rejected": [USER | {"name": None}, NO]},  # Parquet
         {"prompt": "Hi", "chosen": [YES], "rejected": [NO]},
+        {"prompt": [SYSTEM, USER], "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [SYSTEM, USER, YES], "rejected": [SYSTEM, USER, NO]},
+        {"prompt": [SYSTEM, USER], "chosen": [SYSTEM, USER, YES], "rejected": [USER, NO]},
+        {"prompt": [USER | {"content": "Hi "}], "chosen": [IN_PARTS, YES], "rejected": [USER, NO]},
         {"prompt": [USER], "chosen": "Yes", "rejected": "No."},
         {
             "chosen": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}],
@@ -156,12 +162,42 @@ def test_forms_of_messages_are_one_conversation(tmp_path: Path, row: dict[str, A
     ((chosen, rejected),) = rows_of(prepare(tmp_path, [row], tokenizer, max_length=128).train)
     assert (chosen[1], rejected[1]) == ("Yes<|im_end|><eos>", "No.<|im_end|><eos>")
     assert chosen[0].replace("Yes", "No.") == rejected[0]
+    assert chosen[0].count("<|im_start|>user") == 1
 
 
 @pytest.mark.parametrize("prompt", ["Hi", [USER]])
 def test_a_judged_conversation_has_its_prompt_once(prompt: Any) -> None:
     (answer,) = read_answers({"prompt": prompt, "completion": [USER, YES], "label": True}, False, {})
     assert answer.fields["messages"] == [USER | {"train": False}, YES]
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [USER]])
+def test_a_judged_conversation_keeps_its_own_system_message(prompt: Any) -> None:
+    (answer,) = read_answers({"prompt": prompt, "completion": [SYSTEM, USER, YES], "label": True}, False, {})
+    assert answer.fields["messages"] == [SYSTEM | {"train": False}, USER | {"train": False}, YES]
+
+
+@pytest.mark.parametrize("role", ["role", "from"])
+def test_a_call_that_both_answers_begin_with_is_no_prompt(role: str) -> None:
+    call, yes, no = ({role: "assistant", "content": text} for text in ("<call>f</call>", "Yes", "No."))
+    answers = {"chosen": [call, yes], "rejected": [call, no]}
+    for answer in read_answers({"prompt": "Hi", **answers}, True, {"role": role} if role == "from" else {}):
+        assert [message["role"] for message in answer.fields["messages"]] == ["user", "assistant", "assistant"]
+
+
+@pytest.mark.parametrize("row", [{"prompt": [USER], "chosen": [OTHER, YES]}, {"prompt": "Hi", "chosen": [OTHER, YES]}])
+def test_a_conversation_that_does_not_begin_with_its_prompt_is_told(row: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match="the answer is a conversation that does not begin with the prompt"):
+        read_answers({**row, "rejected": [USER, NO]}, True, {})
+
+
+@pytest.mark.parametrize("text", ['[{"role": "assistant", "content": "a"}]', "[{'content': 'a', 'role': 'assistant'}]"])
+@pytest.mark.parametrize("key", ["prompt", "chosen", "rejected"])
+def test_messages_as_text_are_told(text: str, key: str) -> None:
+    with pytest.raises(BadRow, match=f"{key} is text that holds a list of messages"):
+        read_answers({**text_row("a ", "b", "c"), key: text}, True, {})
+    table = '[{"role": "agent", "span": "Ada"}]'  # an answer in JSON is text
+    assert read_answers({**text_row("a ", "b", "c"), key: table}, True, {})
 
 
 def test_earlier_answers_of_a_prompt_are_not_trained_on(tmp_path: Path) -> None:

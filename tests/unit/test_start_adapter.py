@@ -16,9 +16,11 @@ from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
 from qlora_fsdp.config.adapter_tables import TABLE_OF_ROWS, TOKEN_ROWS
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.start_adapter import read_start
 from qlora_fsdp.model.adapters.read import SavedAdapter
 from qlora_fsdp.records.run_state import ATTEMPT, START_FOLDER, describe_attempt
 from qlora_fsdp.records.start_folder import find_start, is_restart, keep_start
+from qlora_fsdp.training import start_adapter as training_start
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 SAVED = {
@@ -100,6 +102,16 @@ def test_positions_stay_scaled(adapter: Path) -> None:
     assert load(adapter, "model.path=/models/base").model.rope_scaling == scaled
     longer = load(adapter, "model.rope_scaling={factor: 8.0}").model
     assert longer.rope_scaling == scaled | {"factor": 8.0}
+
+
+def test_another_system_prompt_is_told(adapter: Path) -> None:
+    """`chat` and `evaluate` begin conversations with the adapter's own; a run has the one that is set, or none."""
+    (adapter / "qlora_fsdp.yaml").write_text(yaml.safe_dump({"data": {"system_prompt": "Be terse."}}))
+    start, about = SavedAdapter(adapter), read_start(adapter)
+    told = "It was trained with data.system_prompt=Be terse., and this run has data.system_prompt=null."
+    assert told in training_start._notes(start, about, load(adapter))
+    (note,) = training_start._notes(start, about, load(adapter, "data.system_prompt=Be terse."))
+    assert note.startswith("The adapter starts from")
 
 
 def test_the_labels_of_a_head_keep_their_order(adapter: Path) -> None:

@@ -48,6 +48,7 @@ class StartAdapter:
         quant: the settings of the base's quantization in training, by name; empty if they are unknown.
         labels: the labels of its head, in the order of the outputs, unless there are none or they are unknown.
         rope_scaling: how positions were scaled; None: they were not. It is the adapter's, whatever the base is called.
+        system_prompt: what conversations began with in training; None: nothing that the settings say.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class StartAdapter:
     quant: dict[str, Any]
     labels: Any
     rope_scaling: dict[str, Any] | None
+    system_prompt: str | None
 
     def defaults(self, config: Config) -> Sections:
         """The values that replace the schema's defaults, given the settings without the adapter."""
@@ -102,7 +104,8 @@ def read_start(folder: Path) -> StartAdapter:
     labels = saved.get("task", {}).get("labels")
     rope = saved.get("model", {}).get("rope_scaling") or None
     lora, quant = read_lora(folder, SETTING), saved.get("quant", {})
-    return StartAdapter(folder, lora, base, fingerprint, model or {"path": base}, quant, labels, rope)
+    system = saved.get("data", {}).get("system_prompt")
+    return StartAdapter(folder, lora, base, fingerprint, model or {"path": base}, quant, labels, rope, system)
 
 
 def _check_tables_are_trained(folder: Path) -> None:

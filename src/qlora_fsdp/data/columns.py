@@ -90,6 +90,10 @@ def _guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     lower = {key.lower(): key for key in row}
     # The names are in order of preference. They are tried from the last one, so that the first one overwrites others.
     found = {ours: lower[name] for ours, names in COMMON_NAMES.items() for name in reversed(names) if name in lower}
+    context = next((lower[name] for name in ("input", "context") if name in lower), None)
+    if context and "completion" in found and "instruction" in lower:  # a prompt alone would leave the context out
+        alpaca = {"instruction": lower["instruction"], "input": context, "output": found["completion"]}
+        return {ours: theirs for ours, theirs in alpaca.items() if ours != theirs}
     for form in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in found for key in form):
             return {key: found[key] for key in form if key != found[key]}

@@ -20,8 +20,9 @@ from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.form import find_first
+from qlora_fsdp.data.message import as_template_sees
 from qlora_fsdp.data.read import training_paths
-from qlora_fsdp.data.row import BadRow, add_system_prompt, as_template_sees
+from qlora_fsdp.data.row import BadRow, add_system_prompt
 from qlora_fsdp.data.tokenizer import with_template
 
 _DATE = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")  # transformers' function, with the date's format

@@ -25,6 +25,7 @@ from qlora_fsdp.data.chats.turns import num_common
 from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, NOT_TEXT, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import format_row
+from qlora_fsdp.data.message import role_of
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.row import (
     EMPTY,
@@ -34,8 +35,10 @@ from qlora_fsdp.data.row import (
     WRONG_LABEL,
     WRONG_TYPES,
     BadRow,
+    as_messages,
     check_row,
     join_answer,
+    refuse_turns_as_text,
     type_name,
 )
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch
@@ -172,7 +175,7 @@ def _read_pair(
     """The chosen and the rejected answer, with these labels."""
     if row["chosen"] == row["rejected"]:
         raise BadRow(SAME_ANSWERS)
-    prompt, *answers = _find_prompt(row)
+    prompt, *answers = _find_prompt(row, turn_columns)
     row = {**row, **dict(zip(PAIR_KEYS, answers, strict=True))}
     return [_answer(row, prompt, key, turn_columns, label) for key, label in zip(PAIR_KEYS, labels, strict=True)]
 
@@ -217,17 +220,17 @@ def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list
     return [name for name in names if name in wanted] or list(names)
 
 
-def _find_prompt(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+def _find_prompt(row: Mapping[str, Any], turn_columns: Mapping[str, str]) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected answer of a pair, without the beginning that both answers share if it is the prompt.
 
-    Some data sets have a prompt as text and, as answers, whole conversations that begin with it.
+    Some data sets have a prompt as text and, as answers, whole conversations that begin with it. Answers that begin
+    with the same turn of the assistant, such as a call of a tool, are no whole conversations.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     are_turns = isinstance(chosen, list) and isinstance(rejected, list)
-    if are_turns and isinstance(prompt, str):
-        if not (chosen and rejected and chosen[0] == rejected[0]):
-            return [{TURN_KEYS[0]: "user", TURN_KEYS[1]: prompt}], chosen, rejected
-        prompt = None
+    if are_turns and isinstance(prompt, str) and chosen and rejected and chosen[0] == rejected[0]:
+        is_whole = role_of(as_messages(chosen[:1], turn_columns)[0]) != "assistant"
+        prompt = None if is_whole else prompt
     if prompt is not None:
         return prompt, chosen, rejected
     if are_turns:
@@ -247,6 +250,7 @@ def _answer(
     for name, value in (("prompt", prompt), (key, answer)):
         if not isinstance(value, (str, list)):
             raise BadRow(WRONG_TYPES, f"{name} is {type_name(value)}, neither text nor a list of messages")
+        refuse_turns_as_text(name, value)
     if _is_empty(answer):
         raise BadRow(EMPTY, f"{key} is empty")
     if isinstance(prompt, str) and isinstance(answer, str):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.columns import MORE_KEYS, NOT_TEXT, REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
+from qlora_fsdp.data.message import PART_KEY, SYSTEM, TRAIN_KEYS, as_template_sees, function_of, role_of
 
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
@@ -22,9 +24,12 @@ TOO_LONG = "longer than training.max_length"
 
 TURN_HINT = "; data.columns={role: NAME, content: NAME} says which these are"
 
-SYSTEM = ("system", "developer")  # roles
-
-TRAIN_KEYS = ("train", "weight")  # keys of a message that say whether it is trained on
+# Turns as a table of texts has them: JSON, or what Python prints.
+TURNS_AS_TEXT = re.compile(
+    r"""\s*\[\s*\{\s*(?=['"](?:role|from|content|value)['"]\s*:)"""
+    r""".*?['"](?:role|from)['"]\s*:\s*['"](?:user|assistant|system|human|gpt)['"]""",
+    re.DOTALL,
+)
 
 # The roles of ShareGPT's turns, {"from": ..., "value": ...}, by the names that data sets give them.
 SHAREGPT_ROLES = {
@@ -71,11 +76,14 @@ def check_row(
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]
     if missing:
         raise BadRow(WRONG_KEYS, explain_keys(found, missing, columns))
+    if form is DataFormat.prompt_completion:
+        for key in REQUIRED_KEYS[form]:
+            refuse_turns_as_text(key, row[key])
     if form is DataFormat.sharegpt:
         turns = _from_sharegpt(_rename_keys(row["conversations"], columns))
         form, row = DataFormat.messages, {**row, "messages": turns}
     elif form is DataFormat.messages:
-        row = {**row, "messages": _rename_turns(row["messages"], columns)}
+        row = {**row, "messages": as_messages(row["messages"], columns)}
     elif form is DataFormat.prompt_completion and any(isinstance(row[key], list) for key in REQUIRED_KEYS[form]):
         turns = join_answer(row["prompt"], row["completion"], columns)
         form, row = DataFormat.messages, {**row, "messages": turns}
@@ -122,7 +130,7 @@ def _rename_keys(turns: Any, columns: Mapping[str, str]) -> Any:
     return [rename(turn, names) if isinstance(turn, dict) else turn for turn in turns]
 
 
-def _rename_turns(turns: Any, columns: Mapping[str, str]) -> Any:
+def as_messages(turns: Any, columns: Mapping[str, str]) -> Any:
     """The turns of a row with the keys and the roles of messages, if the data has others."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return turns
@@ -147,7 +155,7 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
         role = SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
         if role is None:
             raise BadRow(WRONG_KEYS, f"turn {number} is from {name!r}, none of {', '.join(SHAREGPT_ROLES)}")
-        more = {key: turn[key] for key in TRAIN_KEYS if key in turn}
+        more = {key: turn[key] for key in (*TRAIN_KEYS, PART_KEY) if key in turn}
         said = {"tool_calls": _read_calls(value, number)} if name == "function_call" else {"content": value}
         messages.append({"role": role, **said, **more})
     return messages
@@ -169,57 +177,56 @@ def join_answer(prompt: Any, answer: Any, columns: Mapping[str, str]) -> list[An
     """A prompt and its answer, each text or turns, as messages of which the prompt's are not trained on.
 
     Turns may have the names of ShareGPT, or those of data.columns. An answer that is a whole conversation begins with
-    the prompt, which is written once.
+    the prompt, which is written once; one of the two may lack the system message.
 
     Raises:
-        BadRow: one of them is neither.
+        BadRow: one of them is neither, or the answer is a conversation of which the prompt is not the beginning.
     """
     for value in (prompt, answer):
         if not isinstance(value, (str, list)):
             raise BadRow(WRONG_TYPES, f"{type_name(value)} beside a list of messages is neither text nor such a list")
-    prompt, answer = _rename_turns(prompt, columns), _rename_turns(answer, columns)
+    prompt, answer = as_messages(prompt, columns), as_messages(answer, columns)
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
-    if [_without_nulls(turn) for turn in answer[: len(prompt)]] == [_without_nulls(turn) for turn in prompt]:
-        answer = answer[len(prompt) :]
+    (system, asked), (own_system, said) = _split_system(prompt), _split_system(answer)
+    is_whole = [_as_said(turn) for turn in said[: len(asked)]] == [_as_said(turn) for turn in asked]
+    if is_whole and (not system or not own_system or _as_said(system[0]) == _as_said(own_system[0])):
+        prompt, answer = [*(system or own_system), *asked], said[len(asked) :]
+    elif asked and said and role_of(asked[-1]) == role_of(said[0]) == "user":
+        raise BadRow(WRONG_KEYS, "the answer is a conversation that does not begin with the prompt")
     return [*(turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt), *answer]
 
 
-def _without_nulls(turn: Any) -> Any:
-    """A turn without the fields that only turns of another column have."""
-    return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else turn
+def _split_system(turns: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The system message that turns begin with, if they do, and the others."""
+    begins = 1 if turns and role_of(turns[0]) in SYSTEM else 0
+    return turns[:begins], turns[begins:]
+
+
+def _as_said(turn: Any) -> Any:
+    """A turn without what may differ where two columns have the same one: nulls, parts, outer space and the like."""
+    if not isinstance(turn, dict):
+        return turn
+    content = _join_parts(turn.get("content"))
+    return as_template_sees({**turn, "content": content.strip() if isinstance(content, str) else content})
+
+
+def refuse_turns_as_text(name: str, value: Any) -> None:
+    """See that a text is no list of messages, which would be trained on as it is written.
+
+    Raises:
+        BadRow: it is one.
+    """
+    if isinstance(value, str) and TURNS_AS_TEXT.match(value):
+        raise BadRow(WRONG_TYPES, f"{name} is text that holds a list of messages; write the list itself")
 
 
 def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
     """A conversation that begins with a system message: its own, or else one that says `text`."""
     has_one = row["messages"][0]["role"] in SYSTEM
     return row if has_one else {**row, "messages": [{"role": "system", "content": text}, *row["messages"]]}
-
-
-def is_trained(message: dict[str, Any]) -> bool:
-    """Whether a message of the assistant is trained on: it is, unless it says `train: false` or `weight: 0`."""
-    return all(message.get(key) is None or bool(message[key]) for key in TRAIN_KEYS)
-
-
-def function_of(call: Any) -> dict[str, Any] | None:
-    """The function of a call or of a tool, which has it under `function` or is it itself; None: it has none."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    return function if isinstance(function, dict) else None
-
-
-def called_name(message: dict[str, Any]) -> str | None:
-    """The name of the function that a message calls first; None: it calls none that has a name."""
-    calls = message.get("tool_calls")
-    function = function_of(calls[0]) if isinstance(calls, list) and calls else None
-    name = None if function is None else function.get("name")
-    return name if isinstance(name, str) and name else None
-
-
-def as_template_sees(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are null, as templates test whether a field is there, and without `train`."""
-    return {key: value for key, value in message.items() if value is not None and key not in TRAIN_KEYS}
 
 
 def _check_messages(messages: Any) -> None:
@@ -243,6 +250,8 @@ def _check_messages(messages: Any) -> None:
         for key in TRAIN_KEYS:
             if message.get(key, True) not in (True, False, None):  # 0 and 1 are among these
                 raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
+        if message.get(PART_KEY):
+            raise BadRow(WRONG_KEYS, f"message {number} has {PART_KEY}, and a message is trained on as a whole or not")
 
 
 def _join_parts(content: Any) -> Any:

@@ -111,7 +111,10 @@ def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str
     if differing:
         was = ", ".join(show(f"quant.{name}", values[name]) for name in differing)
         notes.append(f"It was trained on a base with {was}, which is quantized in another way here.")
-    rope = about.rope_scaling
+    system, rope = about.system_prompt, about.rope_scaling
+    if system is not None and system != config.data.system_prompt:
+        was, now = (show("data.system_prompt", value) for value in (system, config.data.system_prompt))
+        notes.append(f"It was trained with {was}, and this run has {now}.")
     if rope is not None and rope != config.model.rope_scaling:
         was, now = (show("model.rope_scaling", value) for value in (rope, config.model.rope_scaling))
         notes.append(f"It was trained with {was}, and this run has {now}.")

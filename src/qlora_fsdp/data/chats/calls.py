@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.data.chats.template import Conversation
-from qlora_fsdp.data.row import BadRow, function_of
+from qlora_fsdp.data.message import function_of
+from qlora_fsdp.data.row import BadRow
 
 Message = dict[str, Any]
 

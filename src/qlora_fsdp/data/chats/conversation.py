@@ -15,7 +15,8 @@ from qlora_fsdp.data.chats.template import Conversation, Span, Trace, has_genera
 from qlora_fsdp.data.chats.turn_kinds import can_trace
 from qlora_fsdp.data.chats.turns import find_turns
 from qlora_fsdp.data.chats.written import check_fields, check_written
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, BadRow, as_template_sees, is_trained
+from qlora_fsdp.data.message import as_template_sees, is_trained
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, BadRow
 
 
 def format_messages(

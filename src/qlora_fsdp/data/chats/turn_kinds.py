@@ -34,7 +34,8 @@ from qlora_fsdp.data.chats.calls import (
     write_calls,
 )
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_words
-from qlora_fsdp.data.row import BadRow, function_of
+from qlora_fsdp.data.message import function_of
+from qlora_fsdp.data.row import BadRow
 
 FindTurn = Callable[[Conversation, str, int], Span | None]
 

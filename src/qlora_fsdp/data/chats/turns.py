@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace
 from qlora_fsdp.data.chats.turn_kinds import find_by_kind
-from qlora_fsdp.data.row import NO_TARGET, BadRow, called_name
+from qlora_fsdp.data.message import called_name
+from qlora_fsdp.data.row import NO_TARGET, BadRow
 
 _PROBE = "\ue000"  # of Unicode's private use area, which no text should have
 

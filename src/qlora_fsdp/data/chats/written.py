@@ -14,7 +14,8 @@ from typing import Any
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.data.chats.template import Conversation, Trace, find_texts
 from qlora_fsdp.data.columns import NOT_TEXT
-from qlora_fsdp.data.row import EMPTY, REFUSED, SYSTEM, WRONG_KEYS, BadRow, called_name, function_of
+from qlora_fsdp.data.message import SYSTEM, called_name, function_of
+from qlora_fsdp.data.row import EMPTY, REFUSED, WRONG_KEYS, BadRow
 
 ROLES = ("system", "user", "assistant", "tool")  # that templates know
 THOUGHTS = ("thinking", "reasoning")
