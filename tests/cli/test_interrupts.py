@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,7 @@ from qlora_fsdp import __version__
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.records import run_folder
+from qlora_fsdp.runtime.signals import ECHO_SECONDS
 from qlora_fsdp.training.checkpoints.resume import describe_kept
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch, Launch
 from tests.cli.stages import at_stage, let_rank_1_tell_first, wait_until_signalled
@@ -37,6 +39,7 @@ CASES: dict[str, tuple[str, int, int, str]] = {
     "load": ("load", 1, 2, NOTHING),
     "first step": ("forward", 1, 1, f"Step 1 is saved: {GOES_ON}"),
     "third step": ("forward", 3, 2, f"Step 3 is saved: {GOES_ON}"),
+    "third step, and its echo": ("forward", 3, 2, f"Step 3 is saved: {GOES_ON}"),
     "third step, twice": ("forward", 3, 2, f"Step 2 is saved: {GOES_ON}"),
     "checkpoint": ("checkpoint", 1, 1, f" is saved: {GOES_ON}"),
 }
@@ -47,7 +50,10 @@ FINISHED: dict[str, tuple[str, int, int, str]] = {
 
 
 def interrupt(folder: Path, case: str) -> ForkedLaunch:
-    """All ranks and their workers get SIGINT, as from a terminal; of a report the ranks wait for rank 0."""
+    """All ranks and their workers get SIGINT, as from a terminal; of a report the ranks wait for rank 0.
+
+    An echo is what a launcher passes on to ranks that got the signal themselves.
+    """
     stage, _, num_ranks, said = (CASES | FINISHED)[case]
     more = []
     if stage == "workers that tokenize":
@@ -69,7 +75,11 @@ def interrupt(folder: Path, case: str) -> ForkedLaunch:
     if said != NOTHING:  # else the signal has ended the stage
         notice = said if case in FINISHED else AT_THE_END
         command.wait_for(lambda: notice in command.output, "the answer to the signal")
+        if "echo" in case:
+            send_to_all(command, num_ranks)
+            time.sleep(1.0)  # the ranks' watches read it meanwhile
         if "twice" in case:  # the second ends the run without waiting for the thread that writes
+            time.sleep(ECHO_SECONDS)
             send_to_all(command, num_ranks)
         else:
             signalled.touch()
@@ -78,7 +88,7 @@ def interrupt(folder: Path, case: str) -> ForkedLaunch:
 
 
 def hold_ranks(case: str, signalled: Path) -> None:
-    if case == "third step":
+    if case.startswith("third step") and "twice" not in case:
         let_rank_1_tell_first()
     stage, due, _, _ = (CASES | FINISHED)[case]
     at_stage(stage, due, partial(wait_until_signalled, signalled))
@@ -139,18 +149,22 @@ def test_while_the_libraries_are_imported(tmp_path: Path, launcher: str, argumen
     assert command.output == f"qlora-fsdp {__version__}: importing torch ...\n\n{said}\n"
 
 
-def test_a_signal_to_every_process_of_a_job_step(tmp_path: Path) -> None:
-    """So `#SBATCH --signal=USR1@120` and `scancel --signal=USR1` send it: the launcher must outlive the ranks' save."""
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_every_process_of_a_job_step(tmp_path: Path, number: signal.Signals) -> None:
+    """As `#SBATCH --signal=USR1@120` and `scancel --signal=INT` send it.
+
+    The launcher must outlive the ranks' save, and what the command passes on comes to the ranks for a second time.
+    """
     settings = [text for text in SETTINGS if not text.startswith("training.max_steps=")]
     command = Launch(tmp_path, "qlora-fsdp", *settings, "training.max_steps=100000", "launch.num_processes=2")
     command.wait_for_steps()
     started = psutil.Process(command.process.pid)
     launcher, *ranks = started.children(recursive=True)
     for process in (launcher, started, *ranks):
-        process.send_signal(signal.SIGUSR1)
-    assert command.finish() == 138, command.output
+        process.send_signal(number)
+    assert command.finish() == 128 + number, command.output
     (error,) = command.errors
-    assert error.startswith("Interrupted by SIGUSR1. Step ") and f" is saved: {GOES_ON}" in error
+    assert error.startswith(f"Interrupted by {number.name}. Step ") and f" is saved: {GOES_ON}" in error
     assert command.summary["status"] == "interrupted"
 
 

@@ -19,7 +19,7 @@ from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
-from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_thoughts
+from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_thoughts, check_turns_as_text
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
@@ -253,6 +253,27 @@ def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: P
     assert check_date(tokenizer, Config(data=replace(data, system_prompt="Be brief."))) == []
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
     assert check_date(tokenizer, Config(data=data)) == []
+
+
+def test_messages_that_are_text_are_told(tmp_path: Path):
+    turns = json.dumps([{"role": "user", "content": "Hi?"}])
+    cases: list[tuple[dict[str, object], TaskName, str]] = [
+        ({"prompt": turns, "completion": "Hello!"}, TaskName.causal_lm, "prompt of"),
+        ({"text": turns}, TaskName.causal_lm, "text of"),
+        ({"prompt": turns, "chosen": "Hello!", "rejected": "No."}, TaskName.preference, "prompt of"),
+        (
+            {"prompt": turns, "completion": [{"role": "assistant", "content": "Hello!"}]},
+            TaskName.causal_lm,
+            "message 1",
+        ),
+        ({"prompt": '[{"name": "add"}]', "completion": "[1]"}, TaskName.causal_lm, ""),
+        ({"messages": [{"role": "user", "content": "[Hi?]"}]}, TaskName.causal_lm, ""),
+    ]
+    path = tmp_path / "rows.jsonl"
+    for row, task, said in cases:
+        write_lines(path, [row])
+        notes = check_turns_as_text(Config(data=DataConfig(path=str(path)), task=TaskConfig(name=task)))
+        assert len(notes) == bool(said) and said in "".join(notes)
 
 
 def test_a_system_prompt_that_is_written_nowhere_is_told(tmp_path: Path):

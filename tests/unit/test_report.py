@@ -256,6 +256,14 @@ def test_status_tells_a_run_that_was_killed_from_one_that_runs(runs: Path, capsy
     assert read_run(runs / "r4").status == "stopped"
 
 
+def test_a_run_whose_adapter_is_there_has_finished_though_its_summary_had_no_room(runs: Path):
+    (runs / "r4" / LOCK).touch()
+    (adapter := runs / "r4" / "adapter").mkdir()
+    assert read_run(runs / "r4").status == "finished" and read_run(runs / "r4").adapter == adapter
+    os.utime(adapter, (0, 0))  # of a run before in this folder
+    assert read_run(runs / "r4").status == "stopped"
+
+
 def test_status_does_not_wait_for_a_queue_that_hangs(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

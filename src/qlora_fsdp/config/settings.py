@@ -18,6 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number, is_unicode
 from qlora_fsdp.config import schema
+from qlora_fsdp.config.other_names import OTHER_NAMES
 
 
 @dataclass(frozen=True)
@@ -87,47 +88,6 @@ EXAMPLES = {
     "data.columns": "'{prompt: question, completion: answer}'",
 }
 
-# The names of settings in transformers, TRL, PEFT, Axolotl, LLaMA-Factory, torchtune and common speech, where these are
-# too different to be guessed.
-_OTHER_NAMES = {
-    "alpha": "lora.lora_alpha",
-    "batch_size": "training.micro_batch_size",
-    "per_device_train_batch_size": "training.micro_batch_size",
-    "gradient_accumulation_steps": "training.global_batch_size",
-    "gradient_checkpointing": "memory.activations",
-    "lr": "training.learning_rate",
-    "epochs": "training.num_epochs",
-    "num_train_epochs": "training.num_epochs",
-    "max_seq_length": "training.max_length",
-    "eval_steps": "training.eval_every_steps",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "rank": "lora.r",
-    "lora_r": "lora.r",
-    "output_dir": "run.folder",
-    "model_name_or_path": "model.path",
-    "dataset": "data.path",
-    "dataset_name": "data.path",
-    "bf16": "training.precision",
-    "fp16": "training.precision",
-    "base_model": "model.path",
-    "datasets": "data.path",
-    "val_set_size": "data.eval_fraction",
-    "val_size": "data.eval_fraction",
-    "train_on_inputs": "data.loss_on",
-    "template": "data.chat_template",
-    "sequence_len": "training.max_length",
-    "cutoff_len": "training.max_length",
-    "max_seq_len": "training.max_length",
-    "sample_packing": "training.packing",
-    "lora_target": "lora.target_modules",
-    "lora_target_modules": "lora.target_modules",
-    "flash_attention": "model.attn_implementation",
-    "flash_attn": "model.attn_implementation",
-}
-
-
 # What is meant by a word for on or off, where a setting has names for its values: the first of these that it has.
 _ON_AND_OFF = {
     **dict.fromkeys(("true", "yes", "on", "1"), ("online",)),
@@ -147,8 +107,8 @@ def nearest_settings(key: str) -> list[str]:
     """Returns the keys, nearest first, that a user who typed the unknown `key` may have meant; maybe none."""
     keys = list(all_settings())
     name = key.rpartition(".")[2]
-    if name in _OTHER_NAMES:
-        return [_OTHER_NAMES[name]]
+    if name in OTHER_NAMES:
+        return [OTHER_NAMES[name]]
     # The right name in a wrong section, such as optim.learning_rate, is more common than a typo.
     elsewhere = [k for k in keys if k.rpartition(".")[2] == name]
     return (elsewhere or difflib.get_close_matches(key, keys, n=1, cutoff=0.75))[:2]

@@ -43,6 +43,7 @@ def note_mistakes(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
         *check_thoughts(tokenizer, config),
         *check_date(tokenizer, config),
         *check_system_prompt(config),
+        *check_turns_as_text(config),
     ]
 
 
@@ -77,17 +78,14 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
 def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     """Returns a note if the chat template leaves out the thoughts that the first conversation's last answer has.
 
-    They stand in a field of their own beside the words, which many templates do not know. Only files at hand are looked
-    into: another source may take seconds to be opened.
+    They stand in a field of their own beside the words, which many templates do not know.
     """
-    paths = training_paths(config.data)
-    is_at_hand = bool(paths) and all(path_exists(path) for path in as_paths(paths[0]))
-    form, row = (find_first(config) if is_at_hand else None) or (None, {})
+    form, row = _find_first_at_hand(config) or (None, {})
     answer = row["messages"][-1] if form is DataFormat.messages else {}
     field = next((key for key in REASONING if answer.get(key)), None)
     if field is None or answer["role"] != "assistant":
         return []
-    tokenizer = with_template(tokenizer, settings_for(paths[0], config.data))
+    tokenizer = with_template(tokenizer, settings_for(training_paths(config.data)[0], config.data))
     try:
         conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
         text = conversation.render(conversation.messages)
@@ -138,6 +136,43 @@ def check_system_prompt(config: Config) -> list[str]:
         f"{show('data.system_prompt', data.system_prompt)} is written into conversations alone, and the first row of "
         f"{paths[0]} is none: its form is {found[0].value}."
     ]
+
+
+def check_turns_as_text(config: Config) -> list[str]:
+    """Returns a note if the first row has text that is a list of messages in JSON, as in a column of a CSV file.
+
+    Its brackets and names of roles would be trained on. They may be meant: somebody trains a model to write such lists.
+    """
+    form, row = _find_first_at_hand(config) or (None, {})
+    if form is DataFormat.messages:
+        row = {f"the content of message {number}": turn["content"] for number, turn in enumerate(row["messages"], 1)}
+    name = next((name for name, value in row.items() if isinstance(value, str) and _is_turns(value)), None)
+    if name is None:
+        return []
+    return [
+        f"{name} of the first row is text that holds a list of messages as JSON, and is trained on as that text, with "
+        "its brackets and roles. For the chat template to write the messages, give the list itself: JSONL, or "
+        "json.loads of that column."
+    ]
+
+
+def _find_first_at_hand(config: Config) -> tuple[DataFormat, dict[str, Any]] | None:
+    """`find_first` where the data is in files at hand: another source may take seconds to be opened."""
+    paths = training_paths(config.data)
+    return find_first(config) if paths and all(path_exists(path) for path in as_paths(paths[0])) else None
+
+
+def _is_turns(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        turns = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(turns) and all(
+        isinstance(turn, dict) and ("role" in turn or "from" in turn) and ("content" in turn or "value" in turn)
+        for turn in turns
+    )
 
 
 def _differ(

@@ -58,7 +58,7 @@ class RunState:
 
     Attributes:
         folder: the run folder.
-        status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended and left no summary) or `new`.
+        status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it left no summary and no adapter) or `new`.
         step: optimizer steps done.
         num_steps: optimizer steps of the whole run.
         loss: training loss: the mean of the last steps whose gradient was used, in a run that has finished of the last
@@ -282,6 +282,9 @@ def _status(folder: Path) -> str:
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
         return "running"
+    with suppress(OSError):  # each start writes an environment, and the end an adapter: summary.json may have no room
+        if (folder / "adapter").stat().st_mtime >= (folder / ENVIRONMENT_FILE).stat().st_mtime:
+            return "finished"
     return "stopped"
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import signal
+import time
 from types import FrameType
 
 from qlora_fsdp.common.errors import StopNow
@@ -19,13 +20,16 @@ from qlora_fsdp.common.errors import StopNow
 log = logging.getLogger("qlora_fsdp")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# What comes this soon after the first signal is the same one: `scancel --signal=INT` sends it to every process of a
+# job, and the command above the ranks passes on to them what it gets.
+ECHO_SECONDS = 2.0
 
 
 class StopSignals:
     """Takes the signals of this process over, until `restore()`.
 
     At first, a signal raises `StopNow` in the main thread. After `be_patient()`, a signal is only kept in `asked`,
-    so that training can stop at the end of a step, and a second SIGINT raises.
+    so that training can stop at the end of a step, and a second SIGINT raises, unless it is an echo of the first.
 
     Attributes:
         asked: the first signal since `be_patient()`.
@@ -34,7 +38,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self._is_patient, self._notice = False, ""
-        self._has_raised = False
+        self._has_raised, self._asked_at = False, 0.0
         self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._arrivals = select.poll()  # select() takes no file number over 1023, and some hundred ranks open as many
         self._arrivals.register(self._read_end, select.POLLIN)
@@ -83,10 +87,10 @@ class StopSignals:
     def _judge(self, number: signal.Signals) -> signal.Signals | None:
         if not self._is_patient:
             return number
-        if self.asked is not None and number == signal.SIGINT:
+        if self.asked is not None and number == signal.SIGINT and time.monotonic() - self._asked_at > ECHO_SECONDS:
             self.interrupt(number)
             return number
         if self.asked is None:
-            self.asked = number
+            self.asked, self._asked_at = number, time.monotonic()
             log.info(f"{number.name}: {self._notice}")
         return None

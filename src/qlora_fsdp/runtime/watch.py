@@ -85,8 +85,7 @@ class Watch:
     ) -> None:
         self.rank, self.num_ranks, self.timeout_seconds = processes.rank, processes.num_ranks, processes.timeout_seconds
         self.record, self.kept = record, kept
-        self._processes = processes
-        self._rank_0_holds_store = processes.rank_0_holds_store
+        self._processes, self._rank_0_holds_store = processes, processes.rank_0_holds_store
         # The watch has a connection of its own: calls on one connection wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
         self._key = processes.key

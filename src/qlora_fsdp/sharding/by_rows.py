@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from qlora_fsdp.layers.decode_linear import DecodeLayers, forwards
 from qlora_fsdp.layers.experts.forward import expert_weight_names
@@ -110,6 +111,7 @@ class ByRows:
         self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         self.experts: list[OwnExperts] = []
         self.params: list[_Replaced] = []
+        self.read: list[tuple[nn.Module, str, DTensor]] = []  # of layers whose forward is replaced; other code may read
         self._find(model)
 
     def _find(self, model: TaskModel) -> None:
@@ -134,6 +136,7 @@ class ByRows:
                 self.params += [_Replaced(module, name, param, is_whole=False) for name, param in sharded.items()]
             elif _is_linear(module) and "weight" in sharded and module not in adapters:
                 self.forwards[module] = _OwnLinear(module, self.group)
+                self.read += [(module, name, param) for name, param in sharded.items()]
             else:
                 self.params += [_Replaced(module, name, param, is_whole=True) for name, param in sharded.items()]
 
@@ -151,6 +154,8 @@ class ByRows:
             stack.enter_context(self.layers.in_use())
             for param in self.params:
                 stack.enter_context(param.in_use())
+            for module, name, read in self.read:
+                stack.enter_context(_gathered_when_read(module, name, read))
             yield
 
     def share(self, tensor: Tensor) -> None:
@@ -185,6 +190,37 @@ class _Replaced:
             yield
         finally:
             self.module._parameters[self.name] = self.param
+
+
+class _GatheredWhenRead:
+    """A sharded parameter for code that computes with it past its layer's forward, as routers of LongCat Flash do.
+
+    All ranks run the same code, so all take part in gathering it.
+    """
+
+    def __init__(self, param: DTensor) -> None:
+        self._param = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param if name in ("dtype", "device", "shape", "ndim") else self._whole(), name)
+
+    def _whole(self) -> Tensor:
+        return gather_whole(self._param, local_tensor(self._param).device)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, cls._whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _gathered_when_read(module: nn.Module, name: str, param: DTensor) -> Iterator[None]:
+    """While it lasts, a module has a parameter so: a copy of each would be large, and few are read."""
+    module._parameters[name] = _GatheredWhenRead(param)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters[name] = param  # type: ignore[assignment]
 
 
 class _OwnEmbedding:
