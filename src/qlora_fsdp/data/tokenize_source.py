@@ -120,27 +120,23 @@ def load_source(
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
 
 
-def row_tokenizer(
-    config: Config, tokenizer: PreTrainedTokenizerBase
-) -> RowTokenizer | LabelledRowTokenizer | PreferenceRowTokenizer:
-    """Make the function that turns batches of raw rows into token rows, cut to training.max_length."""
+def text_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> RowTokenizer:
+    """Make the function that turns batches of raw rows of a language model into token rows."""
     data, max_length = config.data, config.training.max_length
-    if config.task.has_labels:
-        return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
-    if config.task.compares_answers:
-        has_margin = config.task.name is TaskName.reward
-        return PreferenceRowTokenizer(tokenizer, config.has_pairs, max_length, data.bad_rows, data.columns, has_margin)
     return RowTokenizer(
         tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns, data.system_prompt
     )
 
 
 def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Columns], Columns]:
-    """The same for whole rows, which are cut later. Rows with labels are cut by the tokenizer in any case."""
-    found = row_tokenizer(config, tokenizer)
-    if isinstance(found, LabelledRowTokenizer):
-        return found
-    return replace(found, max_length=_kept_tokens(config), bad_rows=BadRows.truncate).whole
+    """The function for rows of any task, which are cut later. Only rows with labels are cut by the tokenizer itself."""
+    data, kept = config.data, _kept_tokens(config)
+    if config.task.has_labels:
+        return LabelledRowTokenizer(tokenizer, config.task, config.training.max_length, data.bad_rows, data.columns)
+    if config.task.compares_answers:
+        has_margin = config.task.name is TaskName.reward
+        return PreferenceRowTokenizer(tokenizer, config.has_pairs, kept, data.columns, has_margin)
+    return replace(text_tokenizer(config, tokenizer), max_length=kept, bad_rows=BadRows.truncate).whole
 
 
 def _kept_tokens(config: Config) -> int:

@@ -33,7 +33,7 @@ from qlora_fsdp.data.streams.window_maker import WindowMaker
 from qlora_fsdp.data.streams.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.together import check_same_counts, check_same_files, failing_together
 from qlora_fsdp.data.tokenize import Mask, Tokens
-from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, row_tokenizer
+from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, text_tokenizer
 from qlora_fsdp.data.unused_columns import look_for_unused
 from qlora_fsdp.data.workers import Workers, num_cores
 from qlora_fsdp.records.run_state import STREAM_FILE
@@ -212,7 +212,7 @@ def _window_maker(
     kept: KeptWindows | None,
 ) -> WindowMaker:
     data = config.data
-    tokenize = row_tokenizer(config, tokenizer)
+    tokenize = text_tokenizer(config, tokenizer)
     num_workers = _num_workers(data, processes)
     return WindowMaker(
         sources=sources,
