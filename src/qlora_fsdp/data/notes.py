@@ -13,7 +13,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import as_paths
 from qlora_fsdp.config.data_sets import settings_for
-from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
@@ -52,12 +52,11 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
     """
     if tokenizer.chat_template is None or not config.task.is_causal or config.data.format is DataFormat.random:
         return []
-    paths = training_paths(config.data)
-    tokenizer = with_template(tokenizer, settings_for(paths[0], config.data)) if paths else tokenizer
+    tokenizer = with_template(tokenizer, _first_data(config))
     if _differ(tokenizer, [USER, ASSISTANT], None) is None:
         return []  # as with nearly every template; no row need be read
-    form, row = find_first(config) or (None, {})
-    messages = [as_template_sees(message) for message in row.get("messages", [])] if form is DataFormat.messages else []
+    row = _first_conversation(config)
+    messages = [as_template_sees(message) for message in row.get("messages", [])]
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     differing = _differ(tokenizer, messages[: answers[0] + 1], row.get("tools")) if answers else None
     if differing is None:
@@ -81,18 +80,13 @@ def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[s
     """
     paths = training_paths(config.data)
     is_at_hand = bool(paths) and all(path_exists(path) for path in as_paths(paths[0]))
-    form, row = (find_first(config) if is_at_hand else None) or (None, {})
-    answer = row["messages"][-1] if form is DataFormat.messages else {}
+    row = _first_conversation(config) if is_at_hand else {}
+    answer = row["messages"][-1] if row else {}
     field = next((key for key in REASONING if answer.get(key)), None)
     if field is None or answer["role"] != "assistant":
         return []
-    tokenizer = with_template(tokenizer, settings_for(paths[0], config.data))
-    try:
-        conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
-        text = conversation.render(conversation.messages)
-    except (BadRow, DataError):  # it is told where the row is tokenized
-        return []
-    if str(answer[field]).strip() in text:
+    text = _write(row, with_template(tokenizer, _first_data(config)))
+    if text is None or str(answer[field]).strip() in text:
         return []
     return [
         f"the chat template leaves out {field}, the thoughts of an answer, in the first conversation of the data, so "
@@ -103,20 +97,14 @@ def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[s
 
 def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     """Returns a note if the chat template writes the day's date into the first conversation of the data."""
-    paths, found = training_paths(config.data), None
-    data = settings_for(paths[0], config.data) if paths else config.data
-    formats = _DATE.findall(str(with_template(tokenizer, data).chat_template))
-    if formats:
-        found = find_first(config)
-    if found is None or found[0] is not DataFormat.messages:
+    data = _first_data(config)
+    tokenizer = with_template(tokenizer, data)
+    formats = _DATE.findall(str(tokenizer.chat_template))
+    row = _first_conversation(config) if formats else {}
+    if not row:
         return []
-    row = add_system_prompt(found[1], data.system_prompt) if data.system_prompt else found[1]
-    try:
-        conversation = read_conversation(row["messages"], row.get("tools"), with_template(tokenizer, data))
-        text = conversation.render(conversation.messages)
-    except BadRow:
-        return []
-    dates = [date for date in map(datetime.now().strftime, formats) if date in text]
+    text = _write(add_system_prompt(row, data.system_prompt) if data.system_prompt else row, tokenizer)
+    dates = [date for date in map(datetime.now().strftime, formats) if date in (text or "")]
     if not dates:
         return []
     return [
@@ -128,15 +116,35 @@ def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
 
 def check_system_prompt(config: Config) -> list[str]:
     """Returns a note if the data that data.system_prompt is for begins with a row that is no conversation."""
-    paths = training_paths(config.data)
-    data = settings_for(paths[0], config.data) if paths else config.data
+    data = _first_data(config)
     found = find_first(config) if data.system_prompt is not None else None
     if found is None or found[0] is DataFormat.messages:
         return []
     return [
         f"{show('data.system_prompt', data.system_prompt)} is written into conversations alone, and the first row of "
-        f"{paths[0]} is none: its form is {found[0].value}."
+        f"{training_paths(config.data)[0]} is none: its form is {found[0].value}."
     ]
+
+
+def _first_data(config: Config) -> DataConfig:
+    """The settings of the first data set, to which the rows belong that are looked at."""
+    paths = training_paths(config.data)
+    return settings_for(paths[0], config.data) if paths else config.data
+
+
+def _first_conversation(config: Config) -> dict[str, Any]:
+    """The first training row, if it is a conversation; else empty."""
+    form, row = find_first(config) or (None, {})
+    return row if form is DataFormat.messages else {}
+
+
+def _write(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What the chat template makes of a conversation; None: it can't, which is told where the row is tokenized."""
+    try:
+        conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
+        return conversation.render(conversation.messages)
+    except (BadRow, DataError):
+        return None
 
 
 def _differ(

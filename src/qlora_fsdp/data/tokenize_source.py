@@ -38,7 +38,7 @@ from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
-from qlora_fsdp.data.tokenized_rows import check_targets
+from qlora_fsdp.data.tokenized_rows import explain_unlearnable
 from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
@@ -113,8 +113,9 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
-    if config.task.name is TaskName.causal_lm:
-        check_targets(rows, source.path)
+    reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
+    if config.task.name is TaskName.causal_lm and reason:
+        raise DataError(reason)
     wrapped = wrap_answers(rows, rows.labels, config)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
