@@ -53,20 +53,27 @@ class Edges:
 
     head: str
     tail: str
-    beyond: str
+    beyond: str = ""
 
-    def find(self, text: str, part: Span, message: Message, words: Any) -> Span | None:
-        """The turn in the message's part of the text; None: something else is around it, or its words are not in it."""
+    def find(self, text: str, part: Span, said: str) -> Span | None:
+        """The turn in the message's part of the text; None: something else is around it, or what it said not in it."""
         start, end = part[0] + len(self.head), part[1] - len(self.tail)
         is_framed = text.startswith(self.head, part[0]) and text.endswith(self.tail, start, part[1])
         if end < start or not is_framed or not text.startswith(self.beyond, part[1]):
             return None
-        content = message.get("content")
-        said = content.strip() if isinstance(content, str) else ""
-        if words is not None and words.search(said):  # thoughts, for example, which templates leave out
-            said = said.rpartition("\n")[2]
         end += len(self.beyond)
         return (start, end) if start < end and text.find(said, start, end) >= 0 else None
+
+
+def said_in(message: Message) -> str:
+    """The words of a message; empty where it has none, or has them in parts."""
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def last_line(said: str) -> str:
+    """What is left of words of which a template leaves some out, such as thoughts."""
+    return said.rpartition("\n")[2]
 
 
 def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], find_turn: FindTurn) -> dict[int, Span]:
@@ -94,7 +101,9 @@ def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], fin
             special_tokens,
             find_turn,
         )
-        span = None if edges is None else edges.find(trace.text, part, messages[number], words)
+        said = said_in(messages[number])
+        said = last_line(said) if words is not None and words.search(said) else said
+        span = None if edges is None else edges.find(trace.text, part, said)
         if span is not None:
             found[number] = span
     return found

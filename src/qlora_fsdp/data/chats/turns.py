@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace
-from qlora_fsdp.data.chats.turn_kinds import find_by_kind
+from qlora_fsdp.data.chats.turn_kinds import Edges, find_by_kind, last_line, said_in
 from qlora_fsdp.data.row import NO_TARGET, BadRow, called_name
 
 _PROBE = "\ue000"  # of Unicode's private use area, which no text should have
@@ -70,7 +70,8 @@ def _find_alike(conversation: Conversation, trace: Trace, turns: list[int]) -> d
 
     `find_turn` finds the first and the last turn of a kind. Each of them is a part of the text without some characters
     at its beginning and end, such as the header of the turn. If both leave out the same characters, the turns between
-    them leave them out too. Turns that do not begin and end with these characters are missing from the result.
+    them leave them out too. Turns that do not begin and end with these characters, or do not have
+    the last line of what the message says, are missing from the result.
     """
     messages = conversation.messages
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -80,7 +81,7 @@ def _find_alike(conversation: Conversation, trace: Trace, turns: list[int]) -> d
     text, parts = trace.text, trace.parts
     spans: dict[int, Span] = {}
     for first, *others, last in (numbers for numbers in kinds.values() if len(numbers) > 2):
-        edges = set()
+        edges: set[Edges] = set()
         for number in (first, last):
             try:
                 span, part = find_turn(conversation, text, number), parts.get(number)
@@ -89,12 +90,14 @@ def _find_alike(conversation: Conversation, trace: Trace, turns: list[int]) -> d
             if span is None or part is None or not part[0] <= span[0] < span[1] <= part[1]:
                 break
             spans[number] = span
-            edges.add((text[part[0] : span[0]], text[span[1] : part[1]]))
+            edges.add(Edges(text[part[0] : span[0]], text[span[1] : part[1]]))
         else:
             if len(edges) == 1:
-                head, tail = edges.pop()
-                found = {number: _trim(text, messages[number], parts.get(number), head, tail) for number in others}
-                spans |= {number: span for number, span in found.items() if span is not None}
+                around = edges.pop()
+                for number in others:
+                    part = parts.get(number)
+                    if part and (span := around.find(text, part, last_line(said_in(messages[number])))):
+                        spans[number] = span
     return spans
 
 
@@ -106,21 +109,6 @@ def _kind(messages: list[dict[str, Any]], number: int, last_user: int) -> tuple[
     content = message.get("content")
     is_empty = not content.strip() if isinstance(content, str) else type(content)
     return before, after, number > last_user, is_empty, frozenset(message), bool(message.get("tool_calls"))
-
-
-def _trim(text: str, message: dict[str, Any], part: Span | None, head: str, tail: str) -> Span | None:
-    """The part of the text that a message gave, without `head` and `tail`; None: it does not begin and end so.
-
-    A part without the last line of the message is none either: the template rewrites the content of this message.
-    """
-    if part is None:
-        return None
-    whole, content = text[part[0] : part[1]], message.get("content")
-    said = content.strip().rpartition("\n")[2] if isinstance(content, str) else ""
-    if len(whole) <= len(head) + len(tail) or not (whole.startswith(head) and whole.endswith(tail)):
-        return None
-    span = part[0] + len(head), part[1] - len(tail)
-    return span if said in text[span[0] : span[1]] else None
 
 
 def find_turn(conversation: Conversation, text: str, number: int) -> Span | None:
