@@ -38,7 +38,7 @@ from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
-from qlora_fsdp.data.tokenized_rows import explain_unlearnable
+from qlora_fsdp.data.tokenized_rows import check_token_ids, explain_unlearnable
 from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
@@ -108,11 +108,7 @@ def load_source(
             f"The tokenized data in {folder} can't be read: {error}. Did {path} change while it was tokenized, or is"
             " data.cache_folder local to another host?"
         ) from error
-    if report.max_token_id >= vocab_size:
-        raise DataError(
-            f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
-            " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
-        )
+    check_token_ids(report.max_token_id, vocab_size, source.path)
     reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
     if config.task.name is TaskName.causal_lm and reason:
         raise DataError(reason)

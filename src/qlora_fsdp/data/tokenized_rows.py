@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.cut import WITH_BEFORE
 from qlora_fsdp.data.tokenize import Mask, TokenRow, Tokens
 
@@ -81,6 +82,19 @@ class TokenizedRows:
             return self.read(row)[0]
         span = slice(self.starts[row], self.whole_ends[row])
         return self.tokens[span], self.is_target[span]
+
+
+def check_token_ids(largest: int, vocab_size: int, path: str) -> None:
+    """Refuses rows of the source `path` with ids that the model has no embeddings for.
+
+    Raises:
+        DataError: the largest id is one.
+    """
+    if largest >= vocab_size:
+        raise DataError(
+            f"{path} has token {largest}, but the model has only {vocab_size}: the tokenizer is not this model's. Set"
+            " model.tokenizer_path to the tokenizer the model was trained with."
+        )
 
 
 def explain_unlearnable(is_target: Mask, starts: NDArray[np.int64], num_targets: NDArray[np.int32], path: str) -> str:

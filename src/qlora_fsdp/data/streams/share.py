@@ -98,17 +98,21 @@ def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Shar
     num_targets = np.concatenate([np.zeros(0, np.int32), *(table.num_targets for table in tables)])
     order = np.argsort(raw_rows, kind="stable")
     rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
-    problems = sorted((each for table in tables for each in table.problems), key=lambda each: each.row)
     largest = max((table.max_token_id for table in tables), default=-1)
-    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], tuple(problems), largest, "")
+    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], _problems_of(tables), largest, "")
     return Share(table, [rows[row] for row in order])
 
 
 def count_problems(tables: Sequence[ShareTable], counter: ProblemCounter) -> tuple[RowProblem, ...]:
     """The problems counted so far, and those of all shares of a window in the order of its rows."""
-    for problem in sorted((each for table in tables for each in table.problems), key=lambda each: each.row):
+    for problem in _problems_of(tables):
         counter.add(problem.place, problem.kind, problem.detail, problem.is_kept)
     return counter.problems()
+
+
+def _problems_of(tables: Sequence[ShareTable]) -> tuple[PlacedProblem, ...]:
+    """The problems of all shares, in the order of the rows."""
+    return tuple(sorted((each for table in tables for each in table.problems), key=lambda each: each.row))
 
 
 def mark_targets(tokens: Tokens, is_target: Mask) -> NDArray[np.int32]:
