@@ -26,7 +26,7 @@ from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out
-from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
+from qlora_fsdp.data.sequences import NO_LABELS, Indices, Sequences, SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.streams.kept_windows import KeptWindows
 from qlora_fsdp.data.streams.window_maker import WindowMaker
@@ -113,7 +113,7 @@ class StreamedSequences:
 
     def labels_of(self, indices: Indices) -> NDArray[np.float32]:
         """No labels, because classifiers are not trained on streams."""
-        return np.zeros((len(indices), 0), dtype=np.float32)
+        return NO_LABELS
 
     def _find(self, index: int) -> tuple[Sequences, int]:
         """The sequences of the window that has sequence `index` of the run, and its number among them."""
