@@ -7,7 +7,7 @@ that happens in a work folder beside the entry. Whoever starts again finds there
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,12 @@ from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
 from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
-from qlora_fsdp.data.tokenize import Columns, RowTokenizer
+from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenized_rows import check_token_ids, explain_unlearnable
 from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
-from qlora_fsdp.data.workers import num_cores
+from qlora_fsdp.data.workers import Tokenize, num_cores
 
 if TYPE_CHECKING:
     import datasets
@@ -125,7 +125,7 @@ def text_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> RowTok
     )
 
 
-def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Columns], Columns]:
+def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
     """The function for rows of any task, which are cut later. Only rows with labels are cut by the tokenizer itself."""
     data, kept = config.data, _kept_tokens(config)
     if config.task.has_labels:
