@@ -25,7 +25,7 @@ class SettingsFolderSource(FileConfigSource):
         from qlora_fsdp.config.experiment_files import read_experiment  # only here: every Hydra program scans this
 
         values = read_experiment(Path(self.path) / self._normalize_file_name(config_path))
-        return replace(super().load_config(config_path), config=OmegaConf.create(values or {}))
+        return replace(super().load_config(config_path), config=OmegaConf.create(values))
 
     def is_group(self, config_path: str) -> bool:
         return not _is_hydras(config_path) and bool(super().is_group(config_path))

@@ -241,8 +241,8 @@ def test_parts_of_text_are_text(template: str):
             "wrong keys: message 2 has train_detail, and a message is trained on as a whole or not",
         ),
         (
-            {"prompt": "a", "completion": "[{'role': 'assistant', 'content': 'b'}]"},
-            "wrong types: completion is text that holds a list of messages; write the list itself",
+            {"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"},
+            "wrong types: prompt is text that holds a list of messages; write the list itself",
         ),
         (
             {"messages": [CHAT[1], {**CHAT[2], "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},

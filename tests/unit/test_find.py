@@ -13,6 +13,7 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp import train
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
+from qlora_fsdp.config.model_config import check_same_model
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data import tokenizer_files
 from qlora_fsdp.data.tokenizer import load_tokenizer
@@ -68,6 +69,12 @@ def test_a_preset_is_not_mixed_with_another_model(weights: str, tmp_path: Path) 
     path = f"model.path={write(tmp_path / 'mine', LLAMA)}"
     with pytest.raises(ConfigError, match=r"is another model than model=llama3-8b: hidden_size is 64 and not 4096"):
         find_model("model=llama3-8b", path, f"model.weights={weights}")
+
+
+def test_a_long_figure_of_another_model_is_told_by_its_beginning() -> None:
+    preset = ModelConfig(name="llama3-8b", path="mine", config={"model_type": "llama"})
+    with pytest.raises(ConfigError, match=rf"model_type is {'l' * 40}\.\.\. and not llama"):
+        check_same_model(preset, {"model_type": "l" * 60})
 
 
 def test_a_preset_goes_with_another_copy_of_its_model(tmp_path: Path) -> None:

@@ -258,14 +258,11 @@ def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: P
 def test_messages_that_are_text_are_told(tmp_path: Path):
     turns = json.dumps([{"role": "user", "content": "Hi?"}])
     cases: list[tuple[dict[str, object], TaskName, str]] = [
-        ({"prompt": turns, "completion": "Hello!"}, TaskName.causal_lm, "prompt of"),
+        ({"prompt": "Make up a chat", "completion": turns}, TaskName.causal_lm, "completion of"),
         ({"text": turns}, TaskName.causal_lm, "text of"),
-        ({"prompt": turns, "chosen": "Hello!", "rejected": "No."}, TaskName.preference, "prompt of"),
-        (
-            {"prompt": turns, "completion": [{"role": "assistant", "content": "Hello!"}]},
-            TaskName.causal_lm,
-            "message 1",
-        ),
+        ({"messages": [{"role": "user", "content": turns}]}, TaskName.causal_lm, "message 1"),
+        ({"prompt": turns, "completion": "Hello!"}, TaskName.causal_lm, ""),  # the row is left out
+        ({"prompt": turns, "chosen": "Hello!", "rejected": "No."}, TaskName.preference, ""),
         ({"prompt": '[{"name": "add"}]', "completion": "[1]"}, TaskName.causal_lm, ""),
         ({"messages": [{"role": "user", "content": "[Hi?]"}]}, TaskName.causal_lm, ""),
     ]

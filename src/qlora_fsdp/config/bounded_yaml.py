@@ -88,6 +88,18 @@ def parse_yaml(text: str, *, allows_aliases: bool = True) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
+def parse_settings(text: str) -> dict[Any, Any]:
+    """Returns the lines of a file of settings; none of an empty one.
+
+    Raises:
+        ValueError: as of `parse_yaml`, or it is no mapping.
+    """
+    values = parse_yaml(text)
+    if not isinstance(values, (dict, type(None))):
+        raise ValueError("it holds no lines such as `training.max_steps: 100`")
+    return values or {}
+
+
 def read_text(file: Path) -> str:
     """Returns the text of a small file.
 

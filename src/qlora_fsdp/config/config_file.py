@@ -18,7 +18,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.bounded_yaml import parse_yaml, read_text, read_yaml
+from qlora_fsdp.config.bounded_yaml import parse_settings, read_text
 from qlora_fsdp.config.command_line import default_options, group_options
 from qlora_fsdp.config.foreign_settings import find_forbidden, unplain_problems
 from qlora_fsdp.config.overrides import is_path
@@ -52,9 +52,7 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
         ConfigError: the file can't be read, names what is no setting, or carries what no file may. Names every mistake.
     """
     try:
-        found = read_yaml(file)
-        if not isinstance(found, (dict, type(None))):
-            raise ValueError("it holds no lines such as `training.max_steps: 100`")
+        found = parse_settings(read_text(file))
     except (OSError, ValueError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else error)
         problem = Problem(
@@ -63,7 +61,7 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
         raise ConfigError([problem]) from None
     groups = {*default_options(), *group_options("", folders)}
     options, values, problems = list[str](), Sections(), list[Problem]()
-    for name, value in (found or {}).items():
+    for name, value in found.items():
         section, dot, setting = str(name).partition(".")
         if name in ("defaults", "hydra"):
             problems.append(_not_here(file, name, value))
@@ -121,8 +119,8 @@ def _decided_by(group: str, folders: Sequence[Path]) -> Iterator[str]:
             continue
         try:
             text = read_text(file)
-            values = dict(parse_yaml(text) or {})
-        except (OSError, TypeError, ValueError):
+            values = parse_settings(text)
+        except (OSError, ValueError):
             continue  # Hydra tells it, if this is the option that is picked
         is_global = "@package _global_" in text.partition("\n")[0]
         for section, names in (values if is_global else {group: values}).items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.bounded_yaml import parse_yaml, read_text
+from qlora_fsdp.config.bounded_yaml import parse_settings, read_text
 from qlora_fsdp.config.foreign_settings import is_instruction, quote_setting
 
 # What a file may tell a sweeper. What else Hydra takes, for example a database or code of one's own, is typed.
@@ -23,17 +23,15 @@ SWEEPER = ("params", "n_trials", "n_jobs", "direction", "study_name", "max_batch
 _HYDRAS_PACKAGE = re.compile(r"@package\s+(?:_global_\.)?hydra\b|@(?:_global_\.)?hydra\b")
 
 
-def read_experiment(file: Path) -> Any:
-    """Reads a file for Hydra, once it is checked: a mapping, or None of an empty file. Values are read as `--config`'s.
+def read_experiment(file: Path) -> dict[Any, Any]:
+    """Reads a file for Hydra, once it is checked. Values are read as `--config`'s.
 
     Raises:
         ConfigError: it can't be read, stands for more than a file of settings has, or tells Hydra what to run.
     """
     try:
         text = read_text(file)
-        values = parse_yaml(text)
-        if not isinstance(values, (dict, type(None))):
-            raise ValueError("it holds no lines such as `training.max_steps: 100`")
+        values = parse_settings(text)
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(str(file), f"can't be read: {shorten(str(error), 400)}.", "Correct it.")]) from None
     problems = [
@@ -66,9 +64,9 @@ def _find_instructions(value: Any, place: str = "") -> Iterator[tuple[str, Any]]
                 yield from _find_instructions(item, inner)
 
 
-def _find_hydras(values: Any) -> Iterator[tuple[str, Any]]:
+def _find_hydras(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     """What a file says to Hydra beyond `SWEEPER`."""
-    hydra = values.get("hydra") if isinstance(values, dict) else None
+    hydra = values.get("hydra")
     for name, value in hydra.items() if isinstance(hydra, dict) else ():
         if name != "sweeper" or not isinstance(value, dict):
             yield f"hydra.{name}", value

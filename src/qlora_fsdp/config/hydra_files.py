@@ -92,7 +92,7 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
         return explain_interpolation(error)
     if found := re.match(r"Error merging override \+*(.+)", str(error)):
         fix = "Write ${section.name} for the value of another setting."
-        return Problem(found[1], f"can't be read: {reason_of(error.__cause__ or error)}.", fix)
+        return Problem(found[1], f"can't be read: {_first_line(error.__cause__ or error)}.", fix)
     if found := re.match(r"Could not override '(.+)'", str(error)):
         fix = "See docs/configuration.md, and for hydra.* Hydra's own pages."
         return Problem(found[1], "is neither a setting nor a group of options.", fix)
@@ -102,12 +102,12 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
     if "does not support sweep type" in str(error):
         fix = "List the values (a,b), or name the sweeper: hydra/sweeper=optuna (docs/sweeps.md)."
         return Problem("interval(...)", "is drawn from by sweepers of other packages.", fix)
-    return Problem("The YAML files", f"can't be composed: {reason_of(error)}", "See the files under --config-dir.")
+    return Problem("The YAML files", f"can't be composed: {_first_line(error)}", "See the files under --config-dir.")
 
 
 def explain_interpolation(error: OmegaConfBaseException) -> Problem:
     """Explain an error of `${...}` in a value."""
-    reason, fix = f"can't be resolved: {reason_of(error)}.", "Name an existing setting in ${...}."
+    reason, fix = f"can't be resolved: {_first_line(error)}.", "Name an existing setting in ${...}."
     if "Environment variable" in reason:
         fix = "Set the variable, or write ${oc.env:NAME,VALUE} with what counts without it."
     key = error.full_key or ""
@@ -115,6 +115,6 @@ def explain_interpolation(error: OmegaConfBaseException) -> Problem:
     return Problem(key if is_ours else "A value with ${...}", reason, fix)
 
 
-def reason_of(error: BaseException) -> str:
-    """Returns the first line of an error's text, or of the error behind it if it has none."""
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's text, or of the error behind it if it has none."""
     return first_line(error if str(error).strip() else error.__cause__ or error)

@@ -65,9 +65,8 @@ def check_trackers(config: Config) -> Iterator[Problem]:
         reason = f"names {', '.join(unknown)}, which is no tracker here."
         yield problem_with(config, "tracking.report_to", reason, f"Set some of tracking.report_to=[{known}].")
     for name in trackers_of(config):
-        setting = {TrackerName.wandb: "wandb", TrackerName.tensorboard: "tensorboard"}.get(name, "report_to")
-        setting = "report_to" if name in _named(config) else setting
         if find_spec(name.value) is None:
+            setting = "report_to" if name in _named(config) else name.value  # W&B and TensorBoard have one of their own
             reason = f"needs the package {name.value}, which is not installed."
             fix = f"Run pip install {name.value}, or set tracking=none."
             yield problem_with(config, f"tracking.{setting}", reason, fix)

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.data.sequences import Rows
+from qlora_fsdp.data.sequences import NO_LABELS, Rows
 from qlora_fsdp.data.tokenize import TokenRow
-
-NO_LABELS = np.zeros((0, 0), np.float32)
 
 
 class AnswerRows(Rows, Protocol):
@@ -63,6 +61,7 @@ class PairedRows:
     margins: NDArray[np.float32] | None = None
 
     num_answers = 2
+    labels = NO_LABELS
 
     @property
     def key(self) -> str:
@@ -80,10 +79,6 @@ class PairedRows:
     def num_targets(self) -> NDArray[np.int32]:
         """A pair has one loss."""
         return np.ones(len(self.lengths), dtype=np.int32)
-
-    @property
-    def labels(self) -> NDArray[np.float32]:
-        return NO_LABELS
 
     def read(self, row: int) -> list[TokenRow]:
         return [*self.parts.read(2 * row), *self.parts.read(2 * row + 1)]
@@ -107,6 +102,7 @@ class JudgedRows:
     max_length: int
 
     num_answers = 1
+    labels = NO_LABELS
 
     @property
     def key(self) -> str:
@@ -150,10 +146,6 @@ class JudgedRows:
     def num_targets(self) -> NDArray[np.int32]:
         """An answer has one loss."""
         return np.ones(len(self.is_good), dtype=np.int32)
-
-    @property
-    def labels(self) -> NDArray[np.float32]:
-        return NO_LABELS
 
     def read(self, row: int) -> list[TokenRow]:
         return self.parts.read(row)

@@ -202,11 +202,8 @@ def _read_places(file: Path, rows: NDArray[np.int64]) -> Iterator[tuple[str, str
 
 def _count(counter: ProblemCounter, table: pa.Table) -> None:
     """Counts the rows of a table that have a problem."""
-    for row in (
-        table.filter(pa.compute.not_equal(table["problem"], ""))
-        .select(["place", "problem", "detail", "tokens"])
-        .to_pylist()
-    ):
+    bad = table.filter(pa.compute.not_equal(table["problem"], ""))
+    for row in bad.select(["place", "problem", "detail", "tokens"]).to_pylist():
         counter.add(row["place"], row["problem"], row["detail"], len(row["tokens"]) > 0)
 
 

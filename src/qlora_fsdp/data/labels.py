@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class LabelledRowTokenizer:
     task: TaskConfig
     max_length: int
     bad_rows: BadRows
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str]
 
     def __call__(self, batch: Columns) -> Columns:
         """Maps columns `place` and `row` to COLUMNS. Each row gives one; a bad one stays, empty."""

@@ -13,7 +13,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import as_paths
 from qlora_fsdp.config.data_sets import settings_for
-from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
@@ -22,7 +22,7 @@ from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.message import as_template_sees
 from qlora_fsdp.data.read import training_paths
-from qlora_fsdp.data.row import BadRow, add_system_prompt
+from qlora_fsdp.data.row import BadRow, add_system_prompt, holds_turns
 from qlora_fsdp.data.tokenizer import with_template
 
 _DATE = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")  # transformers' function, with the date's format
@@ -54,12 +54,11 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
     """
     if tokenizer.chat_template is None or not config.task.is_causal or config.data.format is DataFormat.random:
         return []
-    paths = training_paths(config.data)
-    tokenizer = with_template(tokenizer, settings_for(paths[0], config.data)) if paths else tokenizer
+    tokenizer = with_template(tokenizer, _first_data(config))
     if _differ(tokenizer, [USER, ASSISTANT], None) is None:
         return []  # as with nearly every template; no row need be read
-    form, row = find_first(config) or (None, {})
-    messages = [as_template_sees(message) for message in row.get("messages", [])] if form is DataFormat.messages else []
+    row = _first_conversation(config)
+    messages = [as_template_sees(message) for message in row.get("messages", [])]
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     differing = _differ(tokenizer, messages[: answers[0] + 1], row.get("tools")) if answers else None
     if differing is None:
@@ -80,18 +79,13 @@ def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[s
 
     They stand in a field of their own beside the words, which many templates do not know.
     """
-    form, row = _find_first_at_hand(config) or (None, {})
-    answer = row["messages"][-1] if form is DataFormat.messages else {}
+    row = _first_conversation(config) if _is_at_hand(config) else {}
+    answer = row["messages"][-1] if row else {}
     field = next((key for key in REASONING if answer.get(key)), None)
     if field is None or answer["role"] != "assistant":
         return []
-    tokenizer = with_template(tokenizer, settings_for(training_paths(config.data)[0], config.data))
-    try:
-        conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
-        text = conversation.render(conversation.messages)
-    except (BadRow, DataError):  # it is told where the row is tokenized
-        return []
-    if str(answer[field]).strip() in text:
+    text = _write(row, with_template(tokenizer, _first_data(config)))
+    if text is None or str(answer[field]).strip() in text:
         return []
     return [
         f"the chat template leaves out {field}, the thoughts of an answer, in the first conversation of the data, so "
@@ -102,20 +96,14 @@ def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[s
 
 def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     """Returns a note if the chat template writes the day's date into the first conversation of the data."""
-    paths, found = training_paths(config.data), None
-    data = settings_for(paths[0], config.data) if paths else config.data
-    formats = _DATE.findall(str(with_template(tokenizer, data).chat_template))
-    if formats:
-        found = find_first(config)
-    if found is None or found[0] is not DataFormat.messages:
+    data = _first_data(config)
+    tokenizer = with_template(tokenizer, data)
+    formats = _DATE.findall(str(tokenizer.chat_template))
+    row = _first_conversation(config) if formats else {}
+    if not row:
         return []
-    row = add_system_prompt(found[1], data.system_prompt) if data.system_prompt else found[1]
-    try:
-        conversation = read_conversation(row["messages"], row.get("tools"), with_template(tokenizer, data))
-        text = conversation.render(conversation.messages)
-    except BadRow:
-        return []
-    dates = [date for date in map(datetime.now().strftime, formats) if date in text]
+    text = _write(add_system_prompt(row, data.system_prompt) if data.system_prompt else row, tokenizer)
+    dates = [date for date in map(datetime.now().strftime, formats) if date in (text or "")]
     if not dates:
         return []
     return [
@@ -127,52 +115,60 @@ def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
 
 def check_system_prompt(config: Config) -> list[str]:
     """Returns a note if the data that data.system_prompt is for begins with a row that is no conversation."""
-    paths = training_paths(config.data)
-    data = settings_for(paths[0], config.data) if paths else config.data
+    data = _first_data(config)
     found = find_first(config) if data.system_prompt is not None else None
     if found is None or found[0] is DataFormat.messages:
         return []
     return [
         f"{show('data.system_prompt', data.system_prompt)} is written into conversations alone, and the first row of "
-        f"{paths[0]} is none: its form is {found[0].value}."
+        f"{training_paths(config.data)[0]} is none: its form is {found[0].value}."
     ]
 
 
 def check_turns_as_text(config: Config) -> list[str]:
-    """Returns a note if the first row has text that is a list of messages in JSON, as in a column of a CSV file.
+    """Returns a note if the first row has text that is a list of messages, as a column of a CSV file has it.
 
-    Its brackets and names of roles would be trained on. They may be meant: somebody trains a model to write such lists.
+    Its brackets and names of roles are trained on. They may be meant: somebody trains a model to write such lists. In a
+    prompt or in answers to compare they are not, and such rows are left out.
     """
-    form, row = _find_first_at_hand(config) or (None, {})
+    form, row = (find_first(config) if _is_at_hand(config) else None) or (None, {})
     if form is DataFormat.messages:
         row = {f"the content of message {number}": turn["content"] for number, turn in enumerate(row["messages"], 1)}
-    name = next((name for name, value in row.items() if isinstance(value, str) and _is_turns(value)), None)
+    name = next((name for name, value in row.items() if holds_turns(value)), None)
     if name is None:
         return []
     return [
-        f"{name} of the first row is text that holds a list of messages as JSON, and is trained on as that text, with "
-        "its brackets and roles. For the chat template to write the messages, give the list itself: JSONL, or "
-        "json.loads of that column."
+        f"{name} of the first row is text that holds a list of messages, and is trained on as that text, with its "
+        "brackets and roles. For the chat template to write the messages, give the list itself: JSONL, or json.loads "
+        "of that column."
     ]
 
 
-def _find_first_at_hand(config: Config) -> tuple[DataFormat, dict[str, Any]] | None:
-    """`find_first` where the data is in files at hand: another source may take seconds to be opened."""
+def _is_at_hand(config: Config) -> bool:
+    """Whether the first data set is in files here. Another source may take seconds to be opened."""
     paths = training_paths(config.data)
-    return find_first(config) if paths and all(path_exists(path) for path in as_paths(paths[0])) else None
+    return bool(paths) and all(path_exists(path) for path in as_paths(paths[0]))
 
 
-def _is_turns(text: str) -> bool:
-    if not text.lstrip().startswith("["):
-        return False
+def _first_data(config: Config) -> DataConfig:
+    """The settings of the first data set, to which the rows belong that are looked at."""
+    paths = training_paths(config.data)
+    return settings_for(paths[0], config.data) if paths else config.data
+
+
+def _first_conversation(config: Config) -> dict[str, Any]:
+    """The first training row, if it is a conversation; else empty."""
+    form, row = find_first(config) or (None, {})
+    return row if form is DataFormat.messages else {}
+
+
+def _write(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What the chat template makes of a conversation; None: it can't, which is told where the row is tokenized."""
     try:
-        turns = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return bool(turns) and all(
-        isinstance(turn, dict) and ("role" in turn or "from" in turn) and ("content" in turn or "value" in turn)
-        for turn in turns
-    )
+        conversation = read_conversation(row["messages"], row.get("tools"), tokenizer)
+        return conversation.render(conversation.messages)
+    except (BadRow, DataError):
+        return None
 
 
 def _differ(

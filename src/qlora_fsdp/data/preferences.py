@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -21,9 +21,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.chats.turns import num_common
+from qlora_fsdp.data.chats.rendered_turn import num_common
 from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, NOT_TEXT, TURN_KEYS, rename, show_keys
-from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
+from qlora_fsdp.data.cut import WITH_BEFORE
 from qlora_fsdp.data.format import format_row
 from qlora_fsdp.data.message import role_of
 from qlora_fsdp.data.parse import parse_row
@@ -41,7 +41,7 @@ from qlora_fsdp.data.row import (
     refuse_turns_as_text,
     type_name,
 )
-from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch
+from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
@@ -64,13 +64,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class PreferenceRowTokenizer:
-    """Checks, formats and tokenizes batches of raw rows.
+    """Checks, formats and tokenizes batches of raw rows. Answers are not yet cut.
 
     Attributes:
         tokenizer: the model's.
         is_paired: whether each two rows of tokens are a pair; else each has a label.
-        max_length: tokens of a prompt with one answer, at most.
-        bad_rows: what becomes of longer ones.
+        max_length: of a prompt with an answer that has more tokens, a beginning of more than these is tokenized.
         columns: data.columns.
         has_margin: whether pairs get margins for their rewards.
     """
@@ -78,17 +77,11 @@ class PreferenceRowTokenizer:
     tokenizer: PreTrainedTokenizerBase
     is_paired: bool
     max_length: int
-    bad_rows: BadRows
-    columns: Mapping[str, str] = field(default_factory=dict)
-    has_margin: bool = False
+    columns: Mapping[str, str]
+    has_margin: bool
 
     def __call__(self, batch: Columns) -> Columns:
         """Maps columns `place` and `row` to COLUMNS. A bad row stays, empty."""
-        settings = CutSettings(self.max_length, self.bad_rows is BadRows.truncate, True, self.is_paired)
-        return cut_batch(self.whole(batch), settings)
-
-    def whole(self, batch: Columns) -> Columns:
-        """The same with answers that are not yet cut."""
         out: Columns = {name: [] for name in COLUMNS}
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
@@ -104,7 +97,7 @@ class PreferenceRowTokenizer:
         Raises:
             BadRow: the row can't be used.
         """
-        inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, self.bad_rows)
+        inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, BadRows.truncate)
         row = parse_row(raw)
         answers = read_answers(row, self.is_paired, self.columns)
         margin = _read_margin(row, self.columns) if self.has_margin else None

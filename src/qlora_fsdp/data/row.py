@@ -77,8 +77,7 @@ def check_row(
     if missing:
         raise BadRow(WRONG_KEYS, explain_keys(found, missing, columns))
     if form is DataFormat.prompt_completion:
-        for key in REQUIRED_KEYS[form]:
-            refuse_turns_as_text(key, row[key])
+        refuse_turns_as_text("prompt", row["prompt"])
     if form is DataFormat.sharegpt:
         turns = _from_sharegpt(_rename_keys(row["conversations"], columns))
         form, row = DataFormat.messages, {**row, "messages": turns}
@@ -213,13 +212,18 @@ def _as_said(turn: Any) -> Any:
     return as_template_sees({**turn, "content": content.strip() if isinstance(content, str) else content})
 
 
+def holds_turns(value: Any) -> bool:
+    """Whether a value is text that is a list of messages."""
+    return isinstance(value, str) and TURNS_AS_TEXT.match(value) is not None
+
+
 def refuse_turns_as_text(name: str, value: Any) -> None:
     """See that a text is no list of messages, which would be trained on as it is written.
 
     Raises:
         BadRow: it is one.
     """
-    if isinstance(value, str) and TURNS_AS_TEXT.match(value):
+    if holds_turns(value):
         raise BadRow(WRONG_TYPES, f"{name} is text that holds a list of messages; write the list itself")
 
 

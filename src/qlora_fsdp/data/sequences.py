@@ -16,6 +16,7 @@ from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.tokenize import TokenRow
 
 Indices = NDArray[np.int64]
+NO_LABELS = np.zeros((0, 0), np.float32)  # of rows without labels
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class RandomRows:
 
     num_answers = 0
     key = ""
+    labels = NO_LABELS
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -136,10 +138,6 @@ class RandomRows:
     @property
     def num_targets(self) -> NDArray[np.int32]:
         return np.full(self.num_rows, self.length - 1, dtype=np.int32)
-
-    @property
-    def labels(self) -> NDArray[np.float32]:
-        return np.zeros((self.num_rows, 0), dtype=np.float32)
 
     def read(self, row: int) -> list[TokenRow]:
         rng = np.random.default_rng([self.seed, row])

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.startup import KEPT, end_with
 from qlora_fsdp.data.tokenize import Columns
-from qlora_fsdp.data.workers import become_worker
+from qlora_fsdp.data.workers import Tokenize, become_worker
 
 if TYPE_CHECKING:
     import datasets
@@ -85,9 +85,7 @@ class Shards:
             file.unlink()
         return [shard for shard in range(len(self)) if not self._is_whole(shard)]
 
-    def make(
-        self, shard: int, raw: datasets.Dataset, tokenize: Callable[[Columns], Columns], on_progress: Progress
-    ) -> None:
+    def make(self, shard: int, raw: datasets.Dataset, tokenize: Tokenize, on_progress: Progress) -> None:
         """Tokenizes the rows of a shard.
 
         Args:
@@ -110,7 +108,7 @@ class Shards:
         missing: Sequence[int],
         num_processes: int,
         raw: datasets.Dataset,
-        tokenize: Callable[[Columns], Columns],
+        tokenize: Tokenize,
         on_progress: Progress,
     ) -> None:
         """Makes the shards `missing`, in processes of their own, or here where one is enough.

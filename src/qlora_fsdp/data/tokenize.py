@@ -58,7 +58,7 @@ class RowTokenizer:
 
     def __call__(self, batch: Columns) -> Columns:
         """Maps columns `place` and `row` to COLUMNS. A row may become several; a bad one stays, empty."""
-        return cut_batch(self.whole(batch), CutSettings(self.max_length, self.bad_rows is BadRows.truncate))
+        return _cut_batch(self.whole(batch), CutSettings(self.max_length, self.bad_rows is BadRows.truncate))
 
     def whole(self, batch: Columns) -> Columns:
         """Maps columns `place` and `row` to COLUMNS, one row for each, not yet cut.
@@ -128,7 +128,7 @@ def add_row(
         out[name].append(value)
 
 
-def cut_batch(whole: Columns, settings: CutSettings) -> Columns:
+def _cut_batch(whole: Columns, settings: CutSettings) -> Columns:
     """Cuts the rows of COLUMNS. Bad rows come first, each once; of the others each piece is a row, in their order."""
     out: Columns = {name: [] for name in COLUMNS}
     good = [number for number, tokens in enumerate(whole["tokens"]) if len(tokens)]
@@ -136,16 +136,14 @@ def cut_batch(whole: Columns, settings: CutSettings) -> Columns:
         add_row(out, *(whole[name][number] for name in ("place", "problem", "detail")))
     if not good:
         return out
-    place, details, tokens, is_target, labels, flags = (
-        [whole[name][number] for number in good]
-        for name in ("place", "detail", "tokens", "is_target", "labels", "flags")
+    place, details, tokens, is_target, flags = (
+        [whole[name][number] for number in good] for name in ("place", "detail", "tokens", "is_target", "flags")
     )
-    counts = np.array([np.count_nonzero(mask) for mask in is_target], dtype=np.int32)
     flat = FlatRows(
         tokens=np.concatenate(tokens),
         is_target=np.concatenate(is_target),
         starts=np.cumsum([0, *map(len, tokens)]),
-        num_targets=np.minimum(counts, 1) if settings.is_compared else counts,
+        num_targets=np.array([np.count_nonzero(mask) for mask in is_target], dtype=np.int32),
         flags=np.array(flags, dtype=np.uint8),
     )
     pieces = cut_rows(flat, settings) or all_rows(flat)
@@ -167,7 +165,7 @@ def cut_batch(whole: Columns, settings: CutSettings) -> Columns:
         for span in spans.get(row, []):
             mask = flat.is_target[span].copy()
             mask[:1] = False
-            add_row(out, place[row], *problem, (flat.tokens[span], mask), labels[row])
+            add_row(out, place[row], *problem, (flat.tokens[span], mask))
             problem = ("", "")  # a row is counted once, not each of its pieces
     return out
 

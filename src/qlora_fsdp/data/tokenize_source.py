@@ -7,7 +7,7 @@ that happens in a work folder beside the entry. Whoever starts again finds there
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,12 @@ from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
 from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
-from qlora_fsdp.data.tokenize import Columns, RowTokenizer
-from qlora_fsdp.data.tokenized_rows import check_targets
+from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenized_rows import check_token_ids, explain_unlearnable
 from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
 from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
-from qlora_fsdp.data.workers import num_cores
+from qlora_fsdp.data.workers import Tokenize, num_cores
 
 if TYPE_CHECKING:
     import datasets
@@ -108,39 +108,32 @@ def load_source(
             f"The tokenized data in {folder} can't be read: {error}. Did {path} change while it was tokenized, or is"
             " data.cache_folder local to another host?"
         ) from error
-    if report.max_token_id >= vocab_size:
-        raise DataError(
-            f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
-            " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
-        )
-    if config.task.name is TaskName.causal_lm:
-        check_targets(rows, source.path)
+    check_token_ids(report.max_token_id, vocab_size, source.path)
+    reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
+    if config.task.name is TaskName.causal_lm and reason:
+        raise DataError(reason)
     wrapped = wrap_answers(rows, rows.labels, config)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
 
 
-def row_tokenizer(
-    config: Config, tokenizer: PreTrainedTokenizerBase
-) -> RowTokenizer | LabelledRowTokenizer | PreferenceRowTokenizer:
-    """Make the function that turns batches of raw rows into token rows, cut to training.max_length."""
+def text_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> RowTokenizer:
+    """Make the function that turns batches of raw rows of a language model into token rows."""
     data, max_length = config.data, config.training.max_length
-    if config.task.has_labels:
-        return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
-    if config.task.compares_answers:
-        has_margin = config.task.name is TaskName.reward
-        return PreferenceRowTokenizer(tokenizer, config.has_pairs, max_length, data.bad_rows, data.columns, has_margin)
     return RowTokenizer(
         tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns, data.system_prompt
     )
 
 
-def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Columns], Columns]:
-    """The same for whole rows, which are cut later. Rows with labels are cut by the tokenizer in any case."""
-    found = row_tokenizer(config, tokenizer)
-    if isinstance(found, LabelledRowTokenizer):
-        return found
-    return replace(found, max_length=_kept_tokens(config), bad_rows=BadRows.truncate).whole
+def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+    """The function for rows of any task, which are cut later. Only rows with labels are cut by the tokenizer itself."""
+    data, kept = config.data, _kept_tokens(config)
+    if config.task.has_labels:
+        return LabelledRowTokenizer(tokenizer, config.task, config.training.max_length, data.bad_rows, data.columns)
+    if config.task.compares_answers:
+        has_margin = config.task.name is TaskName.reward
+        return PreferenceRowTokenizer(tokenizer, config.has_pairs, kept, data.columns, has_margin)
+    return replace(text_tokenizer(config, tokenizer), max_length=kept, bad_rows=BadRows.truncate).whole
 
 
 def _kept_tokens(config: Config) -> int:

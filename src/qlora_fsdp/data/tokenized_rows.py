@@ -84,24 +84,29 @@ class TokenizedRows:
         return self.tokens[span], self.is_target[span]
 
 
-def check_targets(rows: TokenizedRows, path: str) -> None:
-    """Refuses rows that attention can learn nothing from.
-
-    A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
-    is trained on, queries and keys have gradients of zeros.
-
-    Args:
-        rows: tokens to predict.
-        path: the source's path, for the message.
+def check_token_ids(largest: int, vocab_size: int, path: str) -> None:
+    """Refuses rows of the source `path` with ids that the model has no embeddings for.
 
     Raises:
-        DataError: no row has another target.
+        DataError: the largest id is one.
     """
-    if not len(rows.num_targets) or rows.num_targets.max() > 1:
-        return
-    if all(rows.is_target[start + 1] for start in rows.starts[:-1]):
+    if largest >= vocab_size:
         raise DataError(
-            f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
-            " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
-            " longer answers."
+            f"{path} has token {largest}, but the model has only {vocab_size}: the tokenizer is not this model's. Set"
+            " model.tokenizer_path to the tokenizer the model was trained with."
         )
+
+
+def explain_unlearnable(is_target: Mask, starts: NDArray[np.int64], num_targets: NDArray[np.int32], path: str) -> str:
+    """Explain why attention can learn nothing from rows of the source `path`; empty if it can, or without rows.
+
+    A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
+    is trained on, queries and keys have gradients of zeros. The rows are as in `TokenizedRows`.
+    """
+    if not len(num_targets) or num_targets.max() > 1 or not all(is_target[start + 1] for start in starts[:-1]):
+        return ""
+    return (
+        f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
+        " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
+        " longer answers."
+    )

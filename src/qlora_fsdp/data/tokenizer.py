@@ -135,7 +135,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> A
     """Adds the tokens of the settings to the tokenizer, in place. Their ids follow the tokenizer's last one."""
     wanted = [*config.add_tokens, *config.add_special_tokens]
     if not wanted:
-        return AddedTokens()
+        return NO_TOKENS
     known = set(tokenizer.get_vocab())
     tokenizer.add_tokens(list(config.add_tokens))
     tokenizer.add_tokens(list(config.add_special_tokens), special_tokens=True)

@@ -97,9 +97,9 @@ def records_in(folder: Path) -> RecordFiles:
     return RecordFiles(folder)
 
 
-def holder(pid: int, host: str) -> str:
-    """The line in a run folder's lock about the run that holds it."""
-    return f"process {pid} on {host}"
+def holder() -> str:
+    """The line in a run folder's lock about the run that holds it, of a run of this process."""
+    return f"process {os.getpid()} on {platform.node()}"
 
 
 def find_holder(folder: Path) -> str | None:
@@ -123,7 +123,7 @@ def check_own(folder: Path, own: str | None = None) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the folder was removed")
     found = find_holder(folder)
-    if found is not None and found != (own or holder(os.getpid(), platform.node())):
+    if found is not None and found != (own or holder()):
         raise FileExistsError(errno.EEXIST, f"the folder was removed, and now {found} has one of that name")
 
 

@@ -210,7 +210,7 @@ def _lock(folder: Path) -> None:
         except OSError:
             return  # the file system has no locks
         file.truncate(0)
-        file.write(f"{holder(os.getpid(), platform.node())}\n")
+        file.write(f"{holder()}\n")
         file.flush()
         _locks.append(file)
         return

@@ -209,12 +209,7 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
-    """The lines about steps in metrics.jsonl, or in another `file`; with `last` only those at its end."""
-    return (line for line in read_lines(folder, file, last) if "step" in line)
-
-
-def read_lines(folder: Path, file: str, last: bool = False) -> Iterator[dict[str, Any]]:
-    """The complete JSON objects of a file with one a line; with `last` only those at its end."""
+    """The complete lines about steps in metrics.jsonl, or in another `file`; with `last` only those at its end."""
     try:
         with open_regular(folder, file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -225,7 +220,7 @@ def read_lines(folder: Path, file: str, last: bool = False) -> Iterator[dict[str
     for line in content.splitlines():
         with suppress(ValueError, RecursionError):  # the first and the last line may be cut off
             values = json.loads(line)
-            if isinstance(values, dict):
+            if isinstance(values, dict) and "step" in values:
                 yield values
 
 

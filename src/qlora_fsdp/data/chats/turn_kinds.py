@@ -2,7 +2,7 @@
 
 A conversation has few kinds of turns: an answer to a user, a call after the answer of a tool, the last answer. What
 stands before and after the words of a turn, such as its header, depends on its kind and not on its words. So for each
-kind a small conversation is made that has a turn of that kind, and is looked at turn by turn (`turns.find_turn`). That
+kind a small conversation is made that has a turn of that kind, and is looked at turn by turn (`rendered_turn`). That
 happens once in a process. The turns of real conversations are then found in the text of a single render, and each of
 them is checked: around the words there must be what the small conversation has there.
 
@@ -13,7 +13,6 @@ that speed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,11 +32,10 @@ from qlora_fsdp.data.chats.calls import (
     Message,
     write_calls,
 )
+from qlora_fsdp.data.chats.rendered_turn import find_turn
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_words
 from qlora_fsdp.data.message import function_of
 from qlora_fsdp.data.row import BadRow
-
-FindTurn = Callable[[Conversation, str, int], Span | None]
 
 MAX_PIECES = 16  # of markup in one message
 
@@ -54,23 +52,30 @@ class Edges:
 
     head: str
     tail: str
-    beyond: str
+    beyond: str = ""
 
-    def find(self, text: str, part: Span, message: Message, words: Any) -> Span | None:
-        """The turn in the message's part of the text; None: something else is around it, or its words are not in it."""
+    def find(self, text: str, part: Span, said: str) -> Span | None:
+        """The turn in the message's part of the text; None: something else is around it, or what it said not in it."""
         start, end = part[0] + len(self.head), part[1] - len(self.tail)
         is_framed = text.startswith(self.head, part[0]) and text.endswith(self.tail, start, part[1])
         if end < start or not is_framed or not text.startswith(self.beyond, part[1]):
             return None
-        content = message.get("content")
-        said = content.strip() if isinstance(content, str) else ""
-        if words is not None and words.search(said):  # thoughts, for example, which templates leave out
-            said = said.rpartition("\n")[2]
         end += len(self.beyond)
         return (start, end) if start < end and text.find(said, start, end) >= 0 else None
 
 
-def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], find_turn: FindTurn) -> dict[int, Span]:
+def said_in(message: Message) -> str:
+    """The words of a message; empty where it has none, or has them in parts."""
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def last_line(said: str) -> str:
+    """What is left of words of which a template leaves some out, such as thoughts."""
+    return said.rpartition("\n")[2]
+
+
+def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int]) -> dict[int, Span]:
     """The turns of a traced conversation that are of a known kind and look like it, by the number of the message."""
     messages, template = conversation.messages, conversation.template
     words = find_words(template)
@@ -83,19 +88,14 @@ def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], fin
     found = {}
     for number in turns:
         part = trace.parts.get(number)
-        example = _example(messages, number, users[-1] if users else -1, template) if part is not None else None
+        example = _example(messages, number, users[-1] if users else -1, template)
         if part is None or example is None:
             continue
-        edges = _learn(
-            json.dumps(example[0]),
-            example[1],
-            bool(conversation.tools),
-            template,
-            conversation.tokenizer,
-            special_tokens,
-            find_turn,
-        )
-        span = None if edges is None else edges.find(trace.text, part, messages[number], words)
+        small, place = json.dumps(example[0]), example[1]
+        edges = _learn(small, place, bool(conversation.tools), template, conversation.tokenizer, special_tokens)
+        said = said_in(messages[number])
+        said = last_line(said) if words is not None and words.search(said) else said
+        span = None if edges is None else edges.find(trace.text, part, said)
         if span is not None:
             found[number] = span
     return found
@@ -130,7 +130,6 @@ def _learn(
     template: str,
     tokenizer: PreTrainedTokenizerBase,
     special_tokens: tuple[tuple[str, Any], ...],  # of the tokenizer, which may get others
-    find_turn: FindTurn,
 ) -> Edges | None:
     """Find the text around turn `number` of a small conversation, `example`; None if it can't be found."""
     messages = write_calls(json.loads(example), template, tokenizer)

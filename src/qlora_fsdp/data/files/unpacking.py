@@ -8,7 +8,6 @@ by themselves (Parquet, Arrow) get that much memory for each batch of rows.
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -33,7 +32,7 @@ class Unpacking:
     def __init__(self, file: RowFile, max_ratio: int) -> None:
         self.file, self.max_ratio = file, max_ratio
         self._limit = FREE_BYTES
-        self._num_packed: Callable[[], int] | None = None  # bytes of the file so far; None: nothing has a limit
+        self._num_packed: Callable[[], int] = lambda: 0  # bytes of the file that have been read
 
     def open(self, packed: IO[bytes], decompress: Callable[[IO[bytes]], IO[bytes]] | None) -> IO[bytes]:
         """A stream of what `packed` unpacks to. Reading it raises DataError once it is too much."""
@@ -81,8 +80,6 @@ class Unpacking:
             raise self._too_much() from None
 
     def _find_limit(self) -> int:
-        if self._num_packed is None:
-            return sys.maxsize
         self._limit = max(FREE_BYTES, self.max_ratio * self._num_packed())
         return self._limit
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
 from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
 from qlora_fsdp.data.shards import ROWS_A_BATCH
 from qlora_fsdp.data.tokenize import Columns, Mask, Tokens
-from qlora_fsdp.data.tokenized_rows import TokenizedRows, check_targets
+from qlora_fsdp.data.tokenized_rows import explain_unlearnable
 from qlora_fsdp.data.workers import MapBatches
 
 IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and the row
@@ -81,7 +80,8 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
     num_targets = np.array([int(is_target.sum()) for _, _, is_target in found], dtype=np.int32)
     largest = max((int(tokens.max()) for _, tokens, _ in found), default=-1)
     numbers = np.array([number for number, _, _ in found], dtype=np.int64)
-    reason = _find_unlearnable(found, num_targets, path)
+    is_target = np.concatenate([np.zeros(0, bool), *(mask for _, _, mask in found)])
+    reason = explain_unlearnable(is_target, np.cumsum([0, *lengths]), num_targets, path)
     table = ShareTable(numbers, lengths, num_targets, tuple(problems), largest, reason)
     return Share(table, [mark_targets(tokens, is_target) for _, tokens, is_target in found])
 
@@ -98,17 +98,21 @@ def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Shar
     num_targets = np.concatenate([np.zeros(0, np.int32), *(table.num_targets for table in tables)])
     order = np.argsort(raw_rows, kind="stable")
     rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
-    problems = sorted((each for table in tables for each in table.problems), key=lambda each: each.row)
     largest = max((table.max_token_id for table in tables), default=-1)
-    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], tuple(problems), largest, "")
+    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], _problems_of(tables), largest, "")
     return Share(table, [rows[row] for row in order])
 
 
 def count_problems(tables: Sequence[ShareTable], counter: ProblemCounter) -> tuple[RowProblem, ...]:
     """The problems counted so far, and those of all shares of a window in the order of its rows."""
-    for problem in sorted((each for table in tables for each in table.problems), key=lambda each: each.row):
+    for problem in _problems_of(tables):
         counter.add(problem.place, problem.kind, problem.detail, problem.is_kept)
     return counter.problems()
+
+
+def _problems_of(tables: Sequence[ShareTable]) -> tuple[PlacedProblem, ...]:
+    """The problems of all shares, in the order of the rows."""
+    return tuple(sorted((each for table in tables for each in table.problems), key=lambda each: each.row))
 
 
 def mark_targets(tokens: Tokens, is_target: Mask) -> NDArray[np.int32]:
@@ -120,15 +124,3 @@ def split_targets(marked: NDArray[np.int32]) -> tuple[Tokens, Mask]:
     """The tokens, and which of them are targets, of what `mark_targets` has made."""
     is_target = marked < 0
     return np.where(is_target, ~marked, marked), is_target
-
-
-def _find_unlearnable(found: list[tuple[int, Tokens, Mask]], num_targets: NDArray[np.int32], path: str) -> str:
-    if not found:
-        return ""
-    tokens, masks = np.concatenate([row for _, row, _ in found]), np.concatenate([mask for _, _, mask in found])
-    starts = np.cumsum([0, *(len(row) for _, row, _ in found)])
-    try:
-        check_targets(TokenizedRows(tokens, masks, starts, num_targets), path)
-    except DataError as error:
-        return str(error)
-    return ""

@@ -26,14 +26,14 @@ from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out
-from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
+from qlora_fsdp.data.sequences import NO_LABELS, Indices, Sequences, SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.streams.kept_windows import KeptWindows
 from qlora_fsdp.data.streams.window_maker import WindowMaker
 from qlora_fsdp.data.streams.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.together import check_same_counts, check_same_files, failing_together
 from qlora_fsdp.data.tokenize import Mask, Tokens
-from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, row_tokenizer
+from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, text_tokenizer
 from qlora_fsdp.data.unused_columns import look_for_unused
 from qlora_fsdp.data.workers import Workers, num_cores
 from qlora_fsdp.records.run_state import STREAM_FILE
@@ -113,7 +113,7 @@ class StreamedSequences:
 
     def labels_of(self, indices: Indices) -> NDArray[np.float32]:
         """No labels, because classifiers are not trained on streams."""
-        return np.zeros((len(indices), 0), dtype=np.float32)
+        return NO_LABELS
 
     def _find(self, index: int) -> tuple[Sequences, int]:
         """The sequences of the window that has sequence `index` of the run, and its number among them."""
@@ -212,7 +212,7 @@ def _window_maker(
     kept: KeptWindows | None,
 ) -> WindowMaker:
     data = config.data
-    tokenize = row_tokenizer(config, tokenizer)
+    tokenize = text_tokenizer(config, tokenizer)
     num_workers = _num_workers(data, processes)
     return WindowMaker(
         sources=sources,

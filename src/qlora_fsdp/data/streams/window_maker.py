@@ -40,6 +40,7 @@ from qlora_fsdp.data.streams.kept_windows import KeptWindows
 from qlora_fsdp.data.streams.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
 from qlora_fsdp.data.streams.windows import Place, Window, WindowRows
 from qlora_fsdp.data.together import failing_together
+from qlora_fsdp.data.tokenized_rows import check_token_ids
 from qlora_fsdp.data.workers import MapBatches
 from qlora_fsdp.runtime.processes import Processes
 
@@ -225,12 +226,7 @@ class WindowMaker:
             raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
         if not num_rows:
             return report
-        largest = max(table.max_token_id for table in tables)
-        if largest >= self.vocab_size:
-            raise DataError(
-                f"The data has token {largest}, but the model has only {self.vocab_size}: the tokenizer is not this "
-                "model's. Set model.tokenizer_path to the tokenizer the model was trained with."
-            )
+        check_token_ids(max(table.max_token_id for table in tables), self.vocab_size, self._path)
         used = [table for table in tables if len(table.lengths)]
         if place.window == 0 and all(table.unlearnable for table in used):
             raise DataError(used[0].unlearnable)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.files.position import Position
-from qlora_fsdp.data.sequences import Indices, Sequences
+from qlora_fsdp.data.sequences import NO_LABELS, Indices, Sequences
 from qlora_fsdp.data.streams.share import split_targets
 from qlora_fsdp.data.tokenize import TokenRow
 from qlora_fsdp.records.record_files import records_in
@@ -84,14 +84,11 @@ class WindowRows:
 
     num_answers = 0
     key = ""
+    labels = NO_LABELS
 
     @property
     def part_lengths(self) -> NDArray[np.int64]:
         return self.lengths[:, None]
-
-    @property
-    def labels(self) -> NDArray[np.float32]:
-        return np.zeros((len(self.lengths), 0), np.float32)
 
     def read(self, row: int) -> list[TokenRow]:
         start = self.starts[row]
