@@ -102,3 +102,4 @@ def test_errors_of_gloo_are_lost_contact_with_the_place_in_its_source_or_without
     ):
         assert is_lost_contact(error)
     assert not is_lost_contact(RuntimeError("shape mismatch"))
+    assert not is_lost_contact(RuntimeError("[/gloo/unix.cc:51] rv != -1. -1 vs -1. pipe: Too many open files"))

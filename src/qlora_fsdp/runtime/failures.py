@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import dataclass, field
 
@@ -41,8 +43,9 @@ def find_interrupted(error: BaseException | None) -> Interrupted | StopNow | Non
 
 def is_lost_contact(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or late."""
-    is_of_gloo = isinstance(error, RuntimeError) and any(mark in str(error) for mark in OF_GLOO)
-    return isinstance(error, dist.DistError) or is_of_gloo
+    text = str(error)
+    is_of_gloo = isinstance(error, RuntimeError) and any(mark in text for mark in OF_GLOO)
+    return (isinstance(error, dist.DistError) or is_of_gloo) and os.strerror(errno.EMFILE) not in text
 
 
 def describe_error(error: BaseException) -> str:
