@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,7 +17,7 @@ from qlora_fsdp import __version__
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.records import run_folder
-from qlora_fsdp.runtime.signals import ECHO_SECONDS
+from qlora_fsdp.runtime import signals
 from qlora_fsdp.training.checkpoints.resume import describe_kept
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch, Launch
 from tests.cli.stages import at_stage, let_rank_1_tell_first, wait_until_signalled
@@ -75,19 +74,16 @@ def interrupt(folder: Path, case: str) -> ForkedLaunch:
     if said != NOTHING:  # else the signal has ended the stage
         notice = said if case in FINISHED else AT_THE_END
         command.wait_for(lambda: notice in command.output, "the answer to the signal")
-        if "echo" in case:
+        if "echo" in case or "twice" in case:
             send_to_all(command, num_ranks)
-            time.sleep(1.0)  # the ranks' watches read it meanwhile
-        if "twice" in case:  # the second ends the run without waiting for the thread that writes
-            time.sleep(ECHO_SECONDS)
-            send_to_all(command, num_ranks)
-        else:
+        if "twice" not in case:  # the second ends the run without waiting for the thread that writes
             signalled.touch()
     command.finish()
     return command
 
 
 def hold_ranks(case: str, signalled: Path) -> None:
+    signals.ECHO_SECONDS = 1e9 if "echo" in case else 0.0  # however long the test takes
     if case.startswith("third step") and "twice" not in case:
         let_rank_1_tell_first()
     stage, due, _, _ = (CASES | FINISHED)[case]
