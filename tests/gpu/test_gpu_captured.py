@@ -112,8 +112,12 @@ def folder(rows: Path, name: str, mode: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str], tuple[Trained, str]]:
-    """The run of a case, captured or eager, and its log."""
+def trained(
+    checkpoint: Callable[..., Path], rows: Path, request: pytest.FixtureRequest
+) -> Callable[[str, str], tuple[Trained, str]]:
+    """The run of a case, captured or eager, and its log. Cases that this session does not ask for are not run."""
+    of_this_file = (item for item in request.session.items if item.path == request.path)
+    asked = {item.callspec.params.get("name") for item in of_this_file if hasattr(item, "callspec")} | {"skipped steps"}
     files = {
         "PAIRS": write_pairs(rows.parent / "pairs.jsonl", 600),
         "ROWS": write_labelled_rows(rows.parent / "labelled.jsonl", ProblemType.single_label_classification, 200),
@@ -131,7 +135,7 @@ def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str],
     worlds: dict[str, Callable[[], Any]] = {}
     for group in (SAME_BITS | SAME_SUMS, WITH_REFERENCE, SAME_EVALUATIONS, launched):  # ranks that start together
         modes = ["captured"] if group is launched else ["captured", "eager"]
-        runs = {(name, mode): argv(name, mode, more) for name, more in group.items() for mode in modes}
+        runs = {(name, mode): argv(name, mode, more) for name, more in group.items() if name in asked for mode in modes}
         worlds |= dict.fromkeys(group, once(partial(run_ranks, NUM_RANKS, train_all, runs, gpu=True)))
 
     def find(name: str, mode: str) -> tuple[Trained, str]:

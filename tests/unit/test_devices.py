@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from qlora_fsdp.common.errors import DeviceError
 from qlora_fsdp.config.schema import Dtype
+from qlora_fsdp.runtime import processes
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import start_processes
 
@@ -32,6 +35,25 @@ def test_ranks_without_their_place_on_the_node_are_all_of_one_node(monkeypatch: 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LookupError, match="1"):
+        start_processes(timeout_seconds=5)
+
+
+@pytest.mark.parametrize(("own", "used"), [(None, "0"), ("1", "1")])
+def test_nccl_registers_no_tensors_of_graphs(monkeypatch: pytest.MonkeyPatch, own: str | None, used: str):
+    """NCCL reads that with its first communicator. A rank whose tensors lie otherwise would wait forever."""
+
+    def meet(*args: object, **kwargs: object) -> None:
+        raise LookupError(os.environ["NCCL_GRAPH_REGISTER"])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
+    monkeypatch.setattr(processes.dist, "init_process_group", meet)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", own or "")
+    if own is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    with pytest.raises(LookupError, match=used):
         start_processes(timeout_seconds=5)
 
 
