@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -60,8 +61,7 @@ def lose_the_launcher(kept: str) -> tuple[str, bool]:
     """What explains a signal where the launcher, which held the store, is gone; and whether this rank says so."""
     Meeting.new_port()
     shown = list[BaseException]()
-    watch = Watch(start_processes(60), shown.append)
-    watch._rank_0_holds_store = False
+    watch = Watch(replace(start_processes(60), rank_0_holds_store=False), shown.append)
     with mock.patch.object(watch, "_find_first", side_effect=dist.DistNetworkError("Broken pipe")):
         reason = watch.explain(Interrupted(signal.SIGTERM, kept))
     watch.finish()

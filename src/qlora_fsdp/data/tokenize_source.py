@@ -109,9 +109,10 @@ def load_source(
             " data.cache_folder local to another host?"
         ) from error
     check_token_ids(report.max_token_id, vocab_size, source.path)
-    reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
-    if config.task.name is TaskName.causal_lm and reason:
-        raise DataError(reason)
+    if config.task.name is TaskName.causal_lm:
+        reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
+        if reason:
+            raise DataError(reason)
     wrapped = wrap_answers(rows, rows.labels, config)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)

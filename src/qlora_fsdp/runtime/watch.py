@@ -85,7 +85,7 @@ class Watch:
     ) -> None:
         self.rank, self.num_ranks, self.timeout_seconds = processes.rank, processes.num_ranks, processes.timeout_seconds
         self.record, self.kept = record, kept
-        self._processes, self._rank_0_holds_store = processes, processes.rank_0_holds_store
+        self._processes = processes
         # The watch has a connection of its own: calls on one connection wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
         self._key = processes.key
@@ -180,15 +180,15 @@ class Watch:
         mine = Failure(self.rank, describe_error(error), getattr(error, "exit_code", 1))
         is_own = not (isinstance(error, Interrupted) or is_lost_contact(error))
         if is_own and not isinstance(store_error, NotYet):  # who held the store may have ended by the same error
-            return replace(mine, lost=[0] if self._rank_0_holds_store and self.rank > 0 else [])
+            return replace(mine, lost=[0] if self._processes.rank_0_holds_store and self.rank > 0 else [])
         if not isinstance(store_error, NotYet):
             what = f"its store can't be reached ({reason_of(store_error)})."
             text = f"rank 0 is gone: {what}"
-            if not self._rank_0_holds_store:  # the kernel has told the ranks of this host by a SIGTERM
+            if not self._processes.rank_0_holds_store:  # the kernel has told the ranks of this host by a SIGTERM
                 kept = error.detail if isinstance(error, Interrupted) else ""
                 text = f"The launcher of the ranks was killed, perhaps for want of memory: {what} {kept}".strip()
                 is_rank_0_there |= self._processes.num_ranks == self._processes.local_num_ranks
-        elif self._rank_0_holds_store:
+        elif self._processes.rank_0_holds_store:
             text = f"rank 0 does not answer: {self.neighbours.describe(0)} holds the store of the run, which is silent."
         elif is_lost_contact(error):
             text = f"The ranks lost contact with one another: {reason_of(error)}."
@@ -271,7 +271,7 @@ class Watch:
             if number is None:
                 silence = exchanges.look(self._num_exchanges, time.monotonic())
                 is_silent = self.num_ranks > 1 and silence > self.timeout_seconds
-                self._is_rank_0_lost = is_silent and self._rank_0_holds_store and self.rank > 0
+                self._is_rank_0_lost = is_silent and self._processes.rank_0_holds_store and self.rank > 0
                 is_gone = bool(self.neighbours.gone()) and not self._is_finishing
                 if self._is_told or self._is_rank_0_lost or is_gone:
                     number = self.signals.asked or signal.SIGTERM  # all ranks tell of a signal that they all got

@@ -106,16 +106,13 @@ def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str
     """Notes for the user about the start, one sentence each."""
     notes = [f"The adapter starts from {start.folder}."]
     values = {name: about.quant[name] for name in QUANTIZATION if name in about.quant}
-    here = {name: value_of(config, f"quant.{name}") for name in values}
-    differing = [name for name in values if show("", values[name]) != show("", here[name])]
+    differing = [name for name in values if show("", values[name]) != show("", value_of(config, f"quant.{name}"))]
     if differing:
         was = ", ".join(show(f"quant.{name}", values[name]) for name in differing)
         notes.append(f"It was trained on a base with {was}, which is quantized in another way here.")
-    system, rope = about.system_prompt, about.rope_scaling
-    if system is not None and system != config.data.system_prompt:
-        was, now = (show("data.system_prompt", value) for value in (system, config.data.system_prompt))
-        notes.append(f"It was trained with {was}, and this run has {now}.")
-    if rope is not None and rope != config.model.rope_scaling:
-        was, now = (show("model.rope_scaling", value) for value in (rope, config.model.rope_scaling))
-        notes.append(f"It was trained with {was}, and this run has {now}.")
+    for key, value in (("data.system_prompt", about.system_prompt), ("model.rope_scaling", about.rope_scaling)):
+        if value is not None and value != value_of(config, key):
+            notes.append(
+                f"It was trained with {show(key, value)}, and this run has {show(key, value_of(config, key))}."
+            )
     return notes

@@ -20,9 +20,9 @@ from qlora_fsdp.common.text import name_error
 from qlora_fsdp.model.trials.attention_by_starts import BY_SEQUENCES
 from qlora_fsdp.model.trials.row_trial import (
     FIRST_TOKEN,
-    GRADIENTS_TOLERANCE,
-    LOGITS_TOLERANCE,
+    Result,
     RowTrial,
+    compute_alone,
     embedded_by,
     largest_difference,
     raise_shortage,
@@ -47,14 +47,15 @@ def why_mask_is_needed(trial: RowTrial, auto_class: Any) -> str | None:
     config.num_labels, config.pad_token_id = NUM_LABELS, PAD
     try:
         with stock():
-            alone = _compute_alone(trial.build("eager", config, auto_class), trial.rows)
+            alone = compute_alone(trial.build("eager", config, auto_class), trial.rows)
             padded = _compute_padded(trial.build(BY_SEQUENCES, config, auto_class), trial.rows)
     except Exception as error:  # classes and configs are transformers', or come with a model
         raise_shortage(error)
         return f"padded rows can't be computed without a mask ({name_error(error)})"
+    of_logits, of_gradients = trial.tolerances
     for what, tolerance, found, expected in (
-        ("logits", LOGITS_TOLERANCE, padded[0], alone[0]),
-        ("gradients", GRADIENTS_TOLERANCE, padded[1], alone[1]),
+        ("logits", of_logits, padded.logits, alone.logits),
+        ("gradients", of_gradients, padded.gradients, alone.gradients),
     ):
         difference = largest_difference(found, expected)
         if not difference <= tolerance:
@@ -62,23 +63,13 @@ def why_mask_is_needed(trial: RowTrial, auto_class: Any) -> str | None:
     return None
 
 
-def _compute_alone(model: PreTrainedModel, rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of each row by itself, and the gradients of its embeddings: of a row, or of each of its tokens."""
-    outputs, gradients = [], []
-    for index, row in enumerate(rows):
-        with embedded_by(model) as embedded:
-            found = model(input_ids=row[None].to(model.device)).logits
-        outputs.append(found[0].detach())
-        gradients.append(torch.autograd.grad((found[0] * weights_of(index, found[0])).sum(), embedded)[0][0])
-    return outputs, gradients
-
-
-def _compute_padded(model: PreTrainedModel, rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The same of all rows in one batch, as training computes it."""
+def _compute_padded(model: PreTrainedModel, rows: list[Tensor]) -> Result:
+    """All rows in one batch, as training computes them."""
     input_ids = pad_sequence(rows, batch_first=True, padding_value=PAD).to(model.device)
     with embedded_by(model) as embedded:
         found = model(input_ids=input_ids, attention_mask=(input_ids != PAD).long()).logits
     outputs = [each if each.ndim == 1 else each[: len(row)] for each, row in zip(found, rows, strict=True)]
     total = sum((output * weights_of(index, output)).sum() for index, output in enumerate(outputs))
     gradient = torch.autograd.grad(total, embedded)[0]
-    return [output.detach() for output in outputs], [each[: len(row)] for each, row in zip(gradient, rows, strict=True)]
+    gradients = [each[: len(row)] for each, row in zip(gradient, rows, strict=True)]
+    return Result([output.detach() for output in outputs], gradients)

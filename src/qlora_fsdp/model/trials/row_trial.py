@@ -7,7 +7,7 @@ transformers with eager attention, one row at a time and without padding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -48,11 +48,11 @@ PER_TOKEN = ("input_ids", "position_ids", "seq_idx")  # arguments of the model's
 
 
 @dataclass(frozen=True)
-class _Result:
+class Result:
     """The outputs of the small model for each row.
 
     Attributes:
-        logits: [tokens, vocabulary] of each row.
+        logits: [tokens, outputs] of each row; [outputs] of a classifier of rows.
         gradients: [tokens, hidden] of each row's embeddings, of a weighted sum of all logits.
     """
 
@@ -64,6 +64,7 @@ class RowTrial:
     """A small model of a class, and what stock transformers computes with it, a row at a time.
 
     Attributes:
+        tolerances: of logits and of gradients: how far they may differ, as parts of the largest.
         is_recurrent: whether the model has layers that carry a state from token to token.
         num_positions: positions that it has embeddings for; None if it computes them.
         unreached: linear layers that got no gradient, by their `general_name`.
@@ -73,6 +74,7 @@ class RowTrial:
         self, config: PretrainedConfig, max_length: int, device: torch.device = CPU, trust_remote_code: bool = False
     ) -> None:
         self.config, self.device, self.trust_remote_code = config, device, trust_remote_code
+        self.tolerances = (LOGITS_TOLERANCE, GRADIENTS_TOLERANCE) if device.type == "cpu" else (GPU_TOLERANCE,) * 2
         self.rows = _draw_rows()
         self.found: dict[str, str | None] = {}  # by the implementation of attention
         self.error: str | None = None
@@ -86,7 +88,7 @@ class RowTrial:
                 self.is_recurrent = has_recurrent_layers(self.model)
                 self.num_positions = num_learned_positions(self.model)
                 linears = ReachedLinears(self.model)
-                self.alone = _compute_alone(self.model, self.rows, linears)
+                self.alone = compute_alone(self.model, self.rows, linears, use_cache=False)
                 self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
                 raise_shortage(error)
@@ -112,12 +114,11 @@ class RowTrial:
             raise_shortage(error)
             return f"{rows} rows can't be computed ({name_error(error)})"
         others = [row for row in range(len(self.rows)) if row not in CHANGED]
-        is_gpu = self.device.type != "cpu"
+        of_logits, of_gradients = self.tolerances
         for what, tolerance, before, after, alone in (
-            ("logits", LOGITS_TOLERANCE, packed.logits, changed.logits, self.alone.logits),
-            ("gradients", GRADIENTS_TOLERANCE, packed.gradients, changed.gradients, self.alone.gradients),
+            ("logits", of_logits, packed.logits, changed.logits, self.alone.logits),
+            ("gradients", of_gradients, packed.gradients, changed.gradients, self.alone.gradients),
         ):
-            tolerance = GPU_TOLERANCE if is_gpu else tolerance
             change = largest_difference([before[row] for row in others], [after[row] for row in others])
             if not change <= tolerance:
                 return f"{rows} rows see one another ({what} change by {change:.1g} of the largest)"
@@ -137,7 +138,7 @@ class RowTrial:
         with stock(), torch.no_grad():
             after = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0, :-1]
         change = largest_difference([after], [before])
-        if change <= (GPU_TOLERANCE if self.device.type != "cpu" else LOGITS_TOLERANCE):
+        if change <= self.tolerances[0]:
             return None
         return f"tokens see later ones (with another last token, logits change by {change:.1g} of the largest)"
 
@@ -218,22 +219,26 @@ def _other_tokens(row: Tensor) -> Tensor:
     return (row - FIRST_TOKEN + 17) % (VOCAB - FIRST_TOKEN) + FIRST_TOKEN
 
 
-def _compute_alone(model: PreTrainedModel, rows: Sequence[Tensor], linears: ReachedLinears) -> _Result:
+def compute_alone(
+    model: PreTrainedModel, rows: Sequence[Tensor], linears: ReachedLinears | None = None, **options: Any
+) -> Result:
     """Each row by itself, as anybody would call the model; `linears` learns which of them get a gradient."""
     logits, gradients = [], []
     for index, row in enumerate(rows):
-        with embedded_by(model) as embedded, linears.outputs() as outputs:
-            found = model(input_ids=row[None].to(model.device), use_cache=False).logits
+        noting: AbstractContextManager[list[Tensor]] = nullcontext([]) if linears is None else linears.outputs()
+        with embedded_by(model) as embedded, noting as outputs:
+            found = model(input_ids=row[None].to(model.device), **options).logits
         logits.append(found[0].detach())
         total = (found[0] * weights_of(index, found[0])).sum()
         (embeddings,) = embedded
         gradient, *of_outputs = torch.autograd.grad(total, [embeddings, *outputs], allow_unused=True)
         gradients.append(gradient[0])
-        linears.note(of_outputs)
-    return _Result(logits, gradients)
+        if linears is not None:
+            linears.note(of_outputs)
+    return Result(logits, gradients)
 
 
-def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int) -> _Result:
+def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int) -> Result:
     """All rows in one batch, as training computes them. The gradient is that of the sum over all rows.
 
     Args:
@@ -256,7 +261,7 @@ def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int)
     places = [slice(start, start + len(row)) for start, row in zip(starts, rows, strict=True)]
     total = sum((logits[place] * weights_of(index, logits[place])).sum() for index, place in enumerate(places))
     gradient = torch.autograd.grad(total, embedded)[0].flatten(0, 1)
-    return _Result([logits[place].detach() for place in places], [gradient[place] for place in places])
+    return Result([logits[place].detach() for place in places], [gradient[place] for place in places])
 
 
 @contextmanager
