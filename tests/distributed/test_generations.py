@@ -95,9 +95,9 @@ WHOLE = "lora.modules_to_save=[embed_tokens,lm_head]"
 
 
 def copied(model: TaskModel, processes: Processes) -> list[str]:
-    """The embeddings and linear layers of the base of which a rank would have the whole weights to write text."""
-    wholes = {param.module for param in ByRows(model).params if param.is_whole and param.param.ndim > 1}
-    names = {name for name, module in model.base.named_modules() if module in wholes}
+    """The matrices of the base's embeddings and layers of which a rank would have the whole to write text."""
+    wholes = {id(param) for param, _ in ByRows(model).copies if param.ndim > 1}
+    names = {name for name, param in model.base.named_parameters() if id(param) in wholes}
     return sorted(name for name in names if "lora_" not in name)
 
 

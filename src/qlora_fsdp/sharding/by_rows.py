@@ -19,7 +19,7 @@ Each rank has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -110,8 +110,8 @@ class ByRows:
         self.layers = DecodeLayers(model.base)
         self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         self.experts: list[OwnExperts] = []
-        self.params: list[_Replaced] = []
-        self.read: list[tuple[nn.Module, str, DTensor]] = []  # of layers whose forward is replaced; other code may read
+        self.params: list[tuple[nn.Module, str, Any]] = []  # what a module has in place of its parameter of that name
+        self.copies: list[tuple[DTensor, Tensor]] = []  # parameters, and copies of the whole of them
         self._find(model)
 
     def _find(self, model: TaskModel) -> None:
@@ -133,12 +133,15 @@ class ByRows:
                 done |= set(module.modules())
             elif module in tables and sharded and all(map(_is_everywhere, sharded.values())):
                 self.forwards[module] = _OwnEmbedding(module, next(iter(sharded.values())), self.group)
-                self.params += [_Replaced(module, name, param, is_whole=False) for name, param in sharded.items()]
+                self.params += [(module, name, _frozen(local_tensor(param))) for name, param in sharded.items()]
             elif _is_linear(module) and "weight" in sharded and module not in adapters:
                 self.forwards[module] = _OwnLinear(module, self.group)
-                self.read += [(module, name, param) for name, param in sharded.items()]
+                self.params += [(module, name, _GatheredWhenRead(param)) for name, param in sharded.items()]
             else:
-                self.params += [_Replaced(module, name, param, is_whole=True) for name, param in sharded.items()]
+                for name, param in sharded.items():
+                    copy = local_tensor(param).new_empty(param.shape)
+                    self.copies.append((param, copy))
+                    self.params.append((module, name, _frozen(copy)))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -146,16 +149,13 @@ class ByRows:
         free_gathered(self.model)
         for experts in self.experts:
             experts.refresh()
-        for param in self.params:
-            param.refresh()
+        for param, copy in self.copies:  # where a CUDA graph may read it
+            copy.copy_(gather_whole(param, copy.device))
         with ExitStack() as stack:
             stack.enter_context(without_hooks(self.model))
             stack.enter_context(forwards(self.forwards))
             stack.enter_context(self.layers.in_use())
-            for param in self.params:
-                stack.enter_context(param.in_use())
-            for module, name, read in self.read:
-                stack.enter_context(_gathered_when_read(module, name, read))
+            stack.enter_context(_parameters(self.params))
             yield
 
     def share(self, tensor: Tensor) -> None:
@@ -169,33 +169,27 @@ class ByRows:
         return int(least)
 
 
-class _Replaced:
-    """A sharded parameter, and what its module has in its place: the whole of it, or this rank's rows."""
+@contextmanager
+def _parameters(wanted: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """While it lasts, modules have other values in place of their parameters."""
+    before = [(module, name, module._parameters[name]) for module, name, _ in wanted]
+    for module, name, value in wanted:
+        module._parameters[name] = value
+    try:
+        yield
+    finally:
+        for module, name, param in before:
+            module._parameters[name] = param
 
-    def __init__(self, module: nn.Module, name: str, param: nn.Parameter, is_whole: bool) -> None:
-        self.module, self.name, self.param, self.is_whole = module, name, param, is_whole
-        own = local_tensor(param)
-        self.values = own.new_empty(param.shape) if is_whole else own
 
-    def refresh(self) -> None:
-        """Copy the whole as it is now, to where a CUDA graph may read it. Collective."""
-        if self.is_whole:
-            self.values.copy_(gather_whole(self.param, self.values.device))
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """While it lasts, the module has it."""
-        self.module._parameters[self.name] = nn.Parameter(self.values, requires_grad=False)
-        try:
-            yield
-        finally:
-            self.module._parameters[self.name] = self.param
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
 
 
 class _GatheredWhenRead:
-    """A sharded parameter for code that computes with it past its layer's forward, as routers of LongCat Flash do.
+    """A layer's parameter for code that computes with it past the layer's forward, as routers of LongCat Flash do.
 
-    All ranks run the same code, so all take part in gathering it.
+    A copy of each would be large, and few are read. All ranks run the same code, so all take part in gathering it.
     """
 
     def __init__(self, param: DTensor) -> None:
@@ -211,16 +205,6 @@ class _GatheredWhenRead:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(cls, cls._whole, (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-@contextmanager
-def _gathered_when_read(module: nn.Module, name: str, param: DTensor) -> Iterator[None]:
-    """While it lasts, a module has a parameter so: a copy of each would be large, and few are read."""
-    module._parameters[name] = _GatheredWhenRead(param)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module._parameters[name] = param  # type: ignore[assignment]
 
 
 class _OwnEmbedding:
