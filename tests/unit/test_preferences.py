@@ -93,6 +93,16 @@ def test_without_a_prompt_it_is_what_both_answers_begin_with(tmp_path: Path) -> 
     ]
 
 
+def test_a_prompt_with_which_both_answers_begin_is_written_once(tmp_path: Path) -> None:
+    rows = [text_row("Q? ", "Q? yes", "Q? no"), text_row("Q? ", "Q? yes", "no, Q? ")]
+    assert rows_of(prepare(tmp_path, rows).train) == [
+        [("<bos>Q? yes<eos>", "yes<eos>"), ("<bos>Q? no<eos>", "no<eos>")],
+        [("<bos>Q? Q? yes<eos>", "Q? yes<eos>"), ("<bos>Q? no, Q? <eos>", "no, Q? <eos>")],  # one of them answers so
+    ]
+    with pytest.raises(BadRow, match="chosen is empty"):
+        read_answers(text_row("Q? ", "Q? ", "Q? no"), True, {})
+
+
 def test_a_prompt_of_another_name_is_not_left_unread(tmp_path: Path) -> None:
     plain = {"question": "a b ", "chosen": "c", "rejected": "dd"}
     whole = {"question": 'it\'s "a"', "chosen": 'it\'s "a" c', "rejected": 'it\'s "a" dd'}

@@ -25,7 +25,7 @@ from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
 from qlora_fsdp.data.tokenized_rows import TokenizedRows
 
-CACHE_VERSION = 20  # to be raised when the same input gives other tokens
+CACHE_VERSION = 21  # to be raised when the same input gives other tokens
 REPORT = "report.json"
 PLACES = "places.arrow"  # of every row, for messages
 PLACES_A_BATCH = 2**16

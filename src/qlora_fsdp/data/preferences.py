@@ -216,11 +216,14 @@ def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list
 def _find_prompt(row: Mapping[str, Any], turn_columns: Mapping[str, str]) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected answer of a pair, without the beginning that both answers share if it is the prompt.
 
-    Some data sets have a prompt as text and, as answers, whole conversations that begin with it. Answers that begin
-    with the same turn of the assistant, such as a call of a tool, are no whole conversations.
+    Some data sets have a prompt as text and, as answers, whole conversations or texts that begin with it. Answers that
+    begin with the same turn of the assistant, such as a call of a tool, are no whole conversations.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     are_turns = isinstance(chosen, list) and isinstance(rejected, list)
+    are_texts = isinstance(chosen, str) and isinstance(rejected, str)
+    if are_texts and isinstance(prompt, str) and chosen.startswith(prompt) and rejected.startswith(prompt):
+        return prompt, chosen.removeprefix(prompt), rejected.removeprefix(prompt)
     if are_turns and isinstance(prompt, str) and chosen and rejected and chosen[0] == rejected[0]:
         is_whole = role_of(as_messages(chosen[:1], turn_columns)[0]) != "assistant"
         prompt = None if is_whole else prompt
@@ -229,7 +232,7 @@ def _find_prompt(row: Mapping[str, Any], turn_columns: Mapping[str, str]) -> tup
     if are_turns:
         shared = num_common(chosen, rejected)
         return chosen[:shared], chosen[shared:], rejected[shared:]
-    if isinstance(chosen, str) and isinstance(rejected, str):
+    if are_texts:
         begins = len(chosen[: num_common(chosen, rejected)].rstrip())  # a space before a word is part of the word
         return chosen[:begins], chosen[begins:], rejected[begins:]
     return "", chosen, rejected
