@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
-from qlora_fsdp.runtime.processes import _open_store, start_processes
+from qlora_fsdp.runtime.processes import start_processes
+from qlora_fsdp.runtime.store import open_store, wait_until_known
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.weights import map_keys
@@ -43,6 +45,7 @@ PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 # Each message is a heading, which other words of it may follow, and a list that ends with the test.
 ENTRIES = re.findall(r"^#{3,4} (.+\n(?:(?!#|- ).*\n)*)((?:- .*\n(?:  .*\n)*)+)", PAGE, flags=re.MULTILINE)
 OWN = [words for words, _ in ENTRIES if words in PAGE.partition("### Settings and launch")[2]]
+UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 SIZES = {"vocab_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -161,6 +164,26 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch, rank: int):
+    """All ranks waited without a word until distributed.timeout_seconds had gone by."""
+    ranks = {"RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "nosuchhost", "MASTER_PORT": "29500"}
+    for name, value in (ranks | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("qlora_fsdp.runtime.store.NAME_SECONDS", 0)
+    monkeypatch.setattr("qlora_fsdp.runtime.store.socket.getaddrinfo", Mock(side_effect=UNKNOWN))
+    with pytest.raises(DeviceError, match="MASTER_ADDR=nosuchhost: no host of that name is known here"):
+        start_processes(600, use_cpu=True)
+
+
+def test_a_host_may_be_known_late(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("qlora_fsdp.runtime.store.socket.getaddrinfo", Mock(side_effect=[UNKNOWN, UNKNOWN, []]))
+    monkeypatch.setattr("qlora_fsdp.runtime.store.time.sleep", waits := Mock())
+    wait_until_known("node-1", 60)
+    assert waits.call_count == 2
+
+
 def test_a_store_that_is_gone_is_not_told_by_torch(capfd: pytest.CaptureFixture[str]):
     """Above the message of a run whose rank 0 was killed it printed thirty lines, most of them addresses."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -177,13 +200,13 @@ def test_a_rank_that_comes_first_asks_for_the_store_only_once_rank_0_serves_it(m
     with socket.socket() as rank_0:
         rank_0.bind(("127.0.0.1", 0))
         port, waits = rank_0.getsockname()[1], list[float]()
-        monkeypatch.setattr("qlora_fsdp.runtime.processes.time.sleep", lambda s: (waits.append(s), rank_0.listen()))
-        monkeypatch.setattr("qlora_fsdp.runtime.processes.TCPStore", lambda *args, **named: len(waits))
+        monkeypatch.setattr("qlora_fsdp.runtime.store.time.sleep", lambda s: (waits.append(s), rank_0.listen()))
+        monkeypatch.setattr("qlora_fsdp.runtime.store.TCPStore", lambda *args, **named: len(waits))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        assert _open_store(World(2, rank=1, local_num_ranks=2), timedelta(seconds=60)) == 1
+        assert open_store(World(2, rank=1, local_num_ranks=2), timedelta(seconds=60)) == 1
 
 
 def build(folder: Path, quant: QuantConfig) -> MetaModel:

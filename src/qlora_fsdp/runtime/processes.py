@@ -10,23 +10,21 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # documented there, not exported
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.common.errors import DeviceError, RankError
 from qlora_fsdp.common.run_key import find_key
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.world import World
+from qlora_fsdp.runtime.store import open_store, rank_0_holds_store
 
 PATIENCE = timedelta(days=7)
 NCCL_GRACE = timedelta(seconds=60)
@@ -165,7 +163,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     timeout = timedelta(seconds=timeout_seconds)
     key = find_key(os.environ, is_one_node=num_ranks == world.local_num_ranks)
     try:
-        store = _open_store(world, timeout) if "RANK" in os.environ else HashStore()
+        store = open_store(world, timeout) if "RANK" in os.environ else HashStore()
         # torchrun's store outlives a restart of the ranks (--max_restarts), so each attempt gets keys of its own. With
         # a secret nobody else can tell which these will be.
         attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -194,7 +192,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         patient_group,
         group,
         timeout_seconds,
-        rank_0_holds_store=_rank_0_holds_store(),
+        rank_0_holds_store=rank_0_holds_store(),
         key=key,
     )
 
@@ -224,54 +222,6 @@ def _let_files_be_open() -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _rank_0_holds_store() -> bool:
-    """Whether rank 0 serves the store, as torch's rendezvous asks; under torchrun a process of its own does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _open_store(world: World, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT.
-
-    torch serves it at every address of the host. Where rank 0 serves it and all ranks are on this node, it is served at
-    MASTER_ADDR alone if that leads to no other host.
-
-    Raises:
-        DeviceError: the variables do not say where.
-    """
-    start = "Unset RANK to run one process, or start the processes with accelerate launch or torchrun, which set all."
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise DeviceError(f"RANK={world.rank} is set without {' and '.join(missing)}. {start}")
-    if not os.environ["MASTER_PORT"].isdecimal():
-        raise DeviceError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a number. {start}")
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_local = world.num_ranks == world.local_num_ranks and address in ("localhost", "127.0.0.1")
-    is_server = world.rank == 0 and _rank_0_holds_store()
-    if not is_server:
-        _wait_until_open(address, port, time.monotonic() + timeout.total_seconds())
-    if not (is_local and _rank_0_holds_store() and port != 0):
-        return cast(Store, next(rendezvous("env://", timeout=timeout))[0])
-    descriptor = socket.create_server(("127.0.0.1", port)).detach() if is_server else None
-    return TCPStore("127.0.0.1", port, world.num_ranks, is_server, timeout, master_listen_fd=descriptor)
-
-
-def _wait_until_open(address: str, port: int, deadline: float) -> None:
-    """Wait until the store is served. torch's client tries again only after half a second or more, and fails at length.
-
-    Raises:
-        TimeoutError: it is not.
-    """
-    reason = ""
-    while (seconds := deadline - time.monotonic()) > 0:
-        try:
-            with socket.create_connection((address, port), timeout=seconds):
-                return
-        except OSError as error:
-            reason = f": {error}"
-        time.sleep(0.01)
-    raise TimeoutError(f"nothing can be reached there{reason}.")
 
 
 def _let_segments_grow() -> None:
