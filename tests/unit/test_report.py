@@ -20,8 +20,6 @@ from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.config.compose import to_yaml
-from qlora_fsdp.records.check_run_folder import check_run_folder
-from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.charts import Series, chart, running_mean, ticks
@@ -262,11 +260,8 @@ def test_a_run_whose_adapter_is_there_has_finished_though_its_summary_had_no_roo
     (runs / "r4" / LOCK).touch()
     (adapter := runs / "r4" / "adapter").mkdir()
     assert read_run(runs / "r4").status == "finished" and read_run(runs / "r4").adapter == adapter
-    again = load_config(["model=tiny", "data=random", "training.max_steps=9", f"run.folder={runs / 'r4'}"])
-    mark(runs / "r4")
-    assert [str(problem) for problem in check_run_folder(again) if "already holds a finished run" in str(problem)]
     os.utime(adapter, (0, 0))  # of a run before in this folder
-    assert read_run(runs / "r4").status == "stopped" and not [*check_run_folder(again)]
+    assert read_run(runs / "r4").status == "stopped"
 
 
 def test_status_does_not_wait_for_a_queue_that_hangs(

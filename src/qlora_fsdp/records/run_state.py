@@ -170,12 +170,6 @@ def read_run(folder: Path) -> RunState:
     )
 
 
-def has_finished(folder: Path) -> bool:
-    """Whether a run has finished there. Its summary may have had no room, and whoever asks may hold the folder."""
-    status = _text(read_json(folder / SUMMARY_FILE), "status")
-    return status == "finished" or (status is None and _has_result(folder))
-
-
 def slurm_queue(seconds: float = 60) -> dict[str, str]:
     """The state of this user's SLURM jobs by job number, such as `pending (Priority)`; empty without SLURM.
 
@@ -283,14 +277,10 @@ def _status(folder: Path) -> str:
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
         return "running"
-    return "finished" if _has_result(folder) else "stopped"
-
-
-def _has_result(folder: Path) -> bool:
-    """Whether the adapter is that of the last start: each start writes an environment, and the end an adapter."""
-    with suppress(OSError):
-        return (folder / "adapter").stat().st_mtime >= (folder / ENVIRONMENT_FILE).stat().st_mtime
-    return False
+    with suppress(OSError):  # each start writes an environment, and the end an adapter: summary.json may have no room
+        if (folder / "adapter").stat().st_mtime >= (folder / ENVIRONMENT_FILE).stat().st_mtime:
+            return "finished"
+    return "stopped"
 
 
 def _is_locked(file: Path) -> bool:
