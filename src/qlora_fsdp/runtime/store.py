@@ -65,7 +65,7 @@ def wait_until_known(address: str, seconds: float) -> None:
         except socket.gaierror as error:
             if time.monotonic() >= deadline:
                 raise DeviceError(
-                    f"MASTER_ADDR={address}: no host of that name is known here, not after {seconds:.0f} s "
+                    f"MASTER_ADDR={address}: no host of that name is known here, not even after {seconds:.0f} s "
                     f"({error.strerror}). Set it to the name or address of the host of rank 0 "
                     "(--main_process_ip of accelerate launch)."
                 ) from error
