@@ -177,9 +177,13 @@ class TestTritonKernels:
     @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
     def test_gate(self, triton_modules, monkeypatch: pytest.MonkeyPatch, activation: str):
         triton_gate, _ = triton_modules
-        tiles = triton_gate.Tiles(rows=32, columns=32, num_warps=4, num_stages=1, min_programs=6)
-        for name in ("FORWARD", "BACKWARD"):
-            monkeypatch.setattr(triton_gate, name, tiles)  # so that columns are split
+        tiles = triton_gate.Tiles(rows=32, columns=32, num_warps=4, num_stages=1)
+        backward = import_module("qlora_fsdp.layers.kernels.triton_gate_backward")
+        for module, name in ((triton_gate, "FORWARD"), (backward, "ALONG"), (backward, "DOWN")):
+            monkeypatch.setattr(module, name, tiles)
+        for module in (triton_gate, backward):
+            monkeypatch.setattr(module, "MIN_PROGRAMS", 6)  # so that columns are split
+        monkeypatch.setattr(backward, "MAX_ROWS", 64)  # so that there are two launches, the first of which splits rows
         torch.manual_seed(0)
         gate_up, h, grad_h_down = torch.randn(70, 320), torch.randn(70, 14), torch.randn(70, 5)
         small = (torch.randn(160, 8), torch.randn(160, 6), torch.randn(5, 160))
@@ -189,12 +193,20 @@ class TestTritonKernels:
             rtol=1e-4,
             atol=1e-3,
         )
-        results = []
-        for backward in (triton_gate.backward, gated_activation.gate_backward):
-            inputs = [gate_up.clone(), torch.arange(70.0 * 160).view(70, 160).cos()]
-            grad_h = backward(inputs[0], h, *small, inputs[1], grad_h_down, activation)
-            results.append([grad_h, *inputs])
-        torch.testing.assert_close(*results, rtol=1e-4, atol=2e-3)
+        exact = [x.double().requires_grad_() for x in (gate_up, h, *small)]
+        act, h_down = gated_activation.gate_forward(*exact, activation)
+        grad_act = torch.arange(70.0 * 160).view(70, 160).cos()
+        expected = torch.autograd.grad([act, h_down], exact, [grad_act.double(), grad_h_down.double()])
+        scalings = (2.0, 0.5)
+        for can_go_down in (False, True):
+            monkeypatch.setattr(backward, "fits_down", lambda *_, can=can_go_down: can)
+            monkeypatch.setattr(gated_activation, "runs_kernels", lambda _: True)
+            grad_gate_up = gate_up.clone()
+            grads = gated_activation.gate_backward(
+                grad_gate_up, h, *small, grad_act.clone(), grad_h_down, activation, scalings
+            )
+            found = [grad_gate_up, grads.h_NR, grads.b_gate / scalings[0], grads.b_up / scalings[1], grads.a_down]
+            torch.testing.assert_close(found, [x.float() for x in expected], rtol=1e-4, atol=2e-3)
 
     def test_convert(self, triton_modules):
         """More tensors than one launch takes, some longer than a block; a target may lie inside another tensor."""

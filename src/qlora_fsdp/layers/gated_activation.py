@@ -1,14 +1,14 @@
 """The gated activation of an MLP between its LoRA layers, act(gate) * up, together with what the adapters add.
 
 On a GPU, forward and backward are one Triton kernel each, which reads the large products once, so that adapters add
-nothing to the memory traffic. Elsewhere plain torch computes the same, and the kernels are tested against it.
+little to the memory traffic. Elsewhere plain torch computes the same, and the kernels are tested against it.
 
 Shapes: N tokens, F the MLP's width, R the ranks of gate, up and down.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from typing_extensions import assert_never
 
 from qlora_fsdp.layers.kernels.launch import runs_kernels
+from qlora_fsdp.layers.lora import mm_fp32
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -45,6 +46,22 @@ def gate_forward(
     return act, act @ a_down.t()
 
 
+class GateGrads(NamedTuple):
+    """The gradients of what adapters hand to `gate_forward`.
+
+    Attributes:
+        h_NR: of x A^T of both adapters, in its dtype.
+        b_gate: of the adapter's B before it is scaled, [F, R] in float32.
+        b_up: like `b_gate`.
+        a_down: [R, F], float32.
+    """
+
+    h_NR: Tensor
+    b_gate: Tensor
+    b_up: Tensor
+    a_down: Tensor
+
+
 def gate_backward(
     gate_up_N2F: Tensor,
     h_NR: Tensor,
@@ -54,10 +71,11 @@ def gate_backward(
     grad_act_NF: Tensor,
     grad_h_down_NR: Tensor,
     activation: Activation,
-) -> Tensor:
-    """The gradients of `gate_forward`'s inputs, and the activation once more, because forward did not keep it.
+    scalings: tuple[float, float],
+) -> GateGrads:
+    """The gradients of `gate_forward`'s inputs.
 
-    Two arguments are overwritten: `gate_up_N2F` with its own gradient, and `grad_act_NF` with the activation. All
+    Two arguments are overwritten: `gate_up_N2F` with its own gradient, and `grad_act_NF` with nothing of use. All
     others but the gradients are what `gate_forward` was given.
 
     Args:
@@ -69,14 +87,38 @@ def gate_backward(
         grad_act_NF: gradient of the activation from the product with down's base weight, without the adapter's part.
         grad_h_down_NR: gradient of h_down.
         activation: the function that is applied to gate.
-
-    Returns:
-        The gradient of `h_NR`.
+        scalings: what gate's B and up's were multiplied by.
     """
-    if runs_kernels(gate_up_N2F):
-        from qlora_fsdp.layers.kernels import triton_gate
+    if not runs_kernels(gate_up_N2F):
+        grad_h = _plain_backward(gate_up_N2F, h_NR, b_gate, b_up, a_down, grad_act_NF, grad_h_down_NR, activation)
+    else:
+        from qlora_fsdp.layers.kernels import triton_gate_backward as kernels
 
-        return triton_gate.backward(gate_up_N2F, h_NR, b_gate, b_up, a_down, grad_act_NF, grad_h_down_NR, activation)
+        small = (h_NR, b_gate, b_up, a_down)
+        if kernels.fits_down(gate_up_N2F, [b_gate.shape[1], b_up.shape[1], a_down.shape[0]]):
+            grads = kernels.down_columns(gate_up_N2F, *small, grad_act_NF, grad_h_down_NR, activation, scalings)
+            return GateGrads(*grads)
+        grad_h = kernels.along_rows(gate_up_N2F, *small, grad_act_NF, grad_h_down_NR, activation)
+    (grad_gate, grad_up), (h_gate, h_up) = gate_up_N2F.chunk(2, 1), _split_h(h_NR, b_gate, b_up)
+    return GateGrads(
+        grad_h,
+        mm_fp32(grad_gate.t(), h_gate).mul_(scalings[0]),
+        mm_fp32(grad_up.t(), h_up).mul_(scalings[1]),
+        mm_fp32(grad_h_down_NR.t(), grad_act_NF),
+    )
+
+
+def _plain_backward(
+    gate_up_N2F: Tensor,
+    h_NR: Tensor,
+    b_gate: Tensor,
+    b_up: Tensor,
+    a_down: Tensor,
+    grad_act_NF: Tensor,
+    grad_h_down_NR: Tensor,
+    activation: Activation,
+) -> Tensor:
+    """The gradient of h. Writes the activation over `grad_act_NF`, because forward did not keep it."""
     gate, up = _with_adapters(gate_up_N2F, h_NR, b_gate, b_up)
     with torch.enable_grad():
         gate.requires_grad_()
@@ -90,9 +132,14 @@ def gate_backward(
     return torch.cat([grad_gate @ b_gate, grad_up @ b_up], 1)
 
 
+def _split_h(h_NR: Tensor, b_gate: Tensor, b_up: Tensor) -> tuple[Tensor, Tensor]:
+    rank = b_gate.shape[1]
+    return h_NR[:, :rank], h_NR[:, rank : rank + b_up.shape[1]]
+
+
 def _with_adapters(gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = gate_up_N2F.chunk(2, 1)
-    h_gate, h_up = h_NR.split([b_gate.shape[1], b_up.shape[1]], 1)
+    h_gate, h_up = _split_h(h_NR, b_gate, b_up)
     return gate.addmm(h_gate, b_gate.t()), up.addmm(h_up, b_up.t())
 
 

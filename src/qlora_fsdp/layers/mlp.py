@@ -85,23 +85,20 @@ class _Gate(torch.autograd.Function):
         parts: Sequence[LoraPart] = ctx.parts
         grad_act, grad_h_down = grads[0].reshape(-1, gate_up.shape[1] // 2), grads[1].contiguous()
         a_RI, small = _factors(parts, weights, gate_up.dtype)
-        grad_h = gate_backward(gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation)
+        scalings = (parts[0].scaling, parts[-1].scaling)
+        grad_h, *grads_b, grad_a_down = gate_backward(
+            gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation, scalings
+        )
         if len(parts) == 1:
-            grad_h = torch.add(*grad_h.chunk(2, 1))
-        grad_a_down = mm_fp32(grad_h_down.t(), grad_act)  # grad_act holds the activation now
+            grad_h, grads_b = torch.add(*grad_h.chunk(2, 1)), [torch.cat(grads_b)]
         grads_NO = gate_up.split([part.layer.out_features for part in parts], 1)  # gate_up holds their gradient now
-        ranks = [part.lora_b.in_features for part in parts]
-        grads_b = [
-            mm_fp32(grad.t(), h).mul_(part.scaling)
-            for grad, h, part in zip(grads_NO, h_NR.split(ranks, 1), parts, strict=True)
-        ]
         del grad_act, grads
         grad_x = None
         if ctx.needs_input_grad[0]:
             addend = Addend(grad_h, a_RI)
             grad_x = parts[0].layer.matmul.input_grad(grads_NO, [p.layer for p in parts], addend).view(ctx.shape)
         x_NI = recompute_input(kept, ctx.recompute)
-        grads_a = mm_fp32(grad_h.t(), x_NI).split(ranks)
+        grads_a = mm_fp32(grad_h.t(), x_NI).split([part.lora_b.in_features for part in parts])
         return (grad_x, None, None, None, None, *grads_a, *grads_b, grad_a_down)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
-from qlora_fsdp.layers.kernels.triton_gate import _activate
+from qlora_fsdp.layers.kernels.triton_gate import value_and_slope
 
 MAX_BLOCK = 2048  # columns that a program holds at a time
 MAX_IN_TURN = 512  # the same in backward, where gate and up are in turn: 207 us in place of 549 (16,384 x 2,880, H100)
@@ -69,10 +69,10 @@ def _clamped(gate, up, limit):
 def _act(gate, alpha, KIND: tl.constexpr):
     """act(gate) and its derivative; with silu, alpha is the factor within the sigmoid."""
     if KIND == "silu":
-        value, slope = _activate(gate * alpha, KIND)
+        value, slope = value_and_slope(gate * alpha, KIND)
         value = value / alpha
     else:
-        value, slope = _activate(gate, KIND)
+        value, slope = value_and_slope(gate, KIND)
     return value, slope
 
 
