@@ -75,8 +75,8 @@ def gate_backward(
 ) -> GateGrads:
     """The gradients of `gate_forward`'s inputs.
 
-    Two arguments are overwritten: `gate_up_N2F` with its own gradient, and `grad_act_NF` with nothing of use. All
-    others but the gradients are what `gate_forward` was given.
+    `gate_up_N2F` is overwritten with its own gradient, and what `grad_act_NF` holds afterwards is not to be used. All
+    other arguments but the gradients are what `gate_forward` was given.
 
     Args:
         gate_up_N2F: x W^T of both base layers, side by side.
