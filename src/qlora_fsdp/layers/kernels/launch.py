@@ -24,6 +24,7 @@ from qlora_fsdp.common.sizes import next_power_of_two
 try:
     import triton
     import triton.language as tl
+    from triton.runtime.errors import OutOfResources
 except ImportError:
 
     class _NoTriton:
@@ -42,6 +43,7 @@ except ImportError:
         next_power_of_2 = staticmethod(next_power_of_two)
 
     triton = tl = _NoTriton
+    OutOfResources = RuntimeError
 
 __all__ = [
     "as_on_a_gpu",
@@ -61,19 +63,40 @@ _moved: ContextVar[Callable[[int], None] | None] = ContextVar("moved", default=N
 
 
 class kernel:  # a decorator
-    """Put on top of `@triton.jit`: the kernel is launched as always, but if its first argument is on meta, counted."""
+    """Put on top of `@triton.jit`: the kernel is launched as always, but if its first argument is on meta, counted.
+
+    `num_stages` is how many tiles are in shared memory at a time, the one that is computed with and those that are
+    loaded ahead. It is chosen for GPUs with 227 KiB for a block, as an H100 has. An A100 has 163 KiB, GeForce and L40
+    99 KiB: what does not fit there is launched with fewer.
+    """
 
     def __init__(self, function: Any) -> None:
         self.function = function
+        self.stages: dict[Any, int] = {}  # by what was asked for: how many fit, if those do not
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(first: Tensor, *args: Any, **options: Any) -> None:
             if first.is_meta:
                 moves(sum(arg.nbytes for arg in (first, *args) if isinstance(arg, Tensor)))
+            elif "num_stages" in options:
+                self._launch(grid, (first, *args), options)
             else:
                 self.function[grid](first, *args, **options)
 
         return launch
+
+    def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        asked = (args[0].dtype, *options.items())
+        stages = self.stages.get(asked, options["num_stages"])
+        while True:
+            try:
+                self.function[grid](*args, **{**options, "num_stages": stages})
+                return
+            except OutOfResources:  # before anything was launched
+                if stages == 1:
+                    raise
+                stages -= 1
+                self.stages[asked] = stages
 
 
 @triton.jit

@@ -1,0 +1,61 @@
+"""Kernels run on GPUs with less shared memory than those that their tiles were chosen on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qlora_fsdp.layers.kernels.launch import OutOfResources, kernel
+
+COMPILE = Path(__file__).parents[1] / "helpers" / "compile_gate.py"
+GEFORCE = 99 * 1024  # bytes of shared memory for a block on capabilities 8.6, 8.9 and 12.0 (CUDA programming guide)
+
+
+class Function:
+    """Stands for a Triton function on a GPU where a number of stages fits."""
+
+    def __init__(self, fits: int) -> None:
+        self.fits, self.tried = fits, list[int]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, num_stages: int, **options: Any) -> None:
+            self.tried.append(num_stages)
+            if num_stages > self.fits:
+                raise OutOfResources(120_000 * num_stages, GEFORCE, "shared memory")
+
+        return launch
+
+
+def test_fewer_stages_where_shared_memory_is_less():
+    function = Function(fits=1)
+    launched, x = kernel(function), torch.zeros(1)
+    launched[(1,)](x, RANK=16, num_stages=3)
+    assert function.tried == [3, 2, 1]
+    launched[(1,)](x, RANK=16, num_stages=3)  # what fits is remembered
+    assert function.tried[3:] == [1]
+    launched[(1,)](x, RANK=64, num_stages=2)  # for those tiles alone
+    assert function.tried[4:] == [2, 1]
+
+
+def test_what_never_fits_is_an_error():
+    with pytest.raises(OutOfResources):
+        kernel(Function(fits=0))[(1,)](torch.zeros(1), num_stages=2)
+
+
+@pytest.mark.parametrize(("rank", "num_stages"), [(16, 2), (64, 1)])
+def test_the_gates_tiles_fit_a_geforce(rank: int, num_stages: int):
+    """Llama's MLP on an RTX 4090: with as many stages as an H100 its tiles take 100 KiB and 184 KiB."""
+    pytest.importorskip("triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(COMPILE), "89", str(rank), str(num_stages)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert max(json.loads(done.stdout)) <= GEFORCE
