@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import bitsandbytes.functional as bnb
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.kernels import triton_gate
 from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_fp8
 from tests.helpers.fused import differences, make_parts
@@ -35,6 +38,20 @@ def test_float32(format: Format):
     ours, reference = make_parts(format, "silu", torch.float32, "cuda")
     fuse_layers(ours)
     assert max(differences(ours, reference).values()) < 1e-4
+
+
+def test_tiles_that_do_not_fit_run_with_fewer_stages(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU with less shared memory: six stages of the forward kernel are more than an H100 has."""
+    found = []
+    for num_stages in (triton_gate.FORWARD.num_stages, 6):
+        monkeypatch.setattr(triton_gate, "FORWARD", replace(triton_gate.FORWARD, num_stages=num_stages))
+        torch.manual_seed(0)
+        gate_up, h = torch.randn(256, 512, device="cuda").bfloat16(), torch.randn(256, 32, device="cuda").bfloat16()
+        b_gate, b_up = torch.randn(2, 256, 16, device="cuda").bfloat16()
+        a_down = torch.randn(16, 256, device="cuda").bfloat16()
+        found.append(triton_gate.forward(gate_up, h, b_gate, b_up, a_down, "silu"))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="needs a GPU with fp8")
