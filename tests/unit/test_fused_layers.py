@@ -198,9 +198,9 @@ class TestTritonKernels:
         grad_act = torch.arange(70.0 * 160).view(70, 160).cos()
         expected = torch.autograd.grad([act, h_down], exact, [grad_act.double(), grad_h_down.double()])
         scalings = (2.0, 0.5)
-        for can_go_down in (False, True):
-            monkeypatch.setattr(backward, "fits_down", lambda *_, can=can_go_down: can)
-            monkeypatch.setattr(gated_activation, "runs_kernels", lambda _: True)
+        monkeypatch.setattr(gated_activation, "_fits_kernels", lambda _: True)
+        for max_rank_down in (0, 8):  # along rows, and down columns
+            monkeypatch.setattr(backward, "MAX_RANK_DOWN", max_rank_down)
             grad_gate_up = gate_up.clone()
             grads = gated_activation.gate_backward(
                 grad_gate_up, h, *small, grad_act.clone(), grad_h_down, activation, scalings

@@ -48,7 +48,7 @@ def low_rank(h, b):
     It must change from the layout of a product to that of a loaded tile, and rounded it has half the bytes. That is a
     third faster than letting the product add to the tile.
     """
-    return tl.dot(h, b, input_precision="ieee").to(h.dtype).to(tl.float32)
+    return tl.dot(h, b).to(h.dtype).to(tl.float32)
 
 
 @kernel
@@ -112,7 +112,7 @@ def _gate_forward_kernel(
             mask=(ranks_down < rank_down)[None, :] & is_column[:, None],
             other=0.0,
         )
-        total = tl.dot(product, a, total, input_precision="ieee")
+        total = tl.dot(product, a, total)
     part = h_down + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * rank_down
     places = part + rows[:, None] * rank_down + ranks_down[None, :]
     tl.store(places, total, mask=is_row[:, None] & (ranks_down < rank_down)[None, :])

@@ -10,7 +10,6 @@ a program goes along a few rows, and the gradients of the matrices are left to p
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -109,15 +108,15 @@ def _gate_backward_down_kernel(
         grad += low_rank(g_down, a)
         value, slope = value_and_slope(gate, ACTIVATION)
         act = (value * up).to(gate_up.dtype.element_ty)
-        grad_a_down = tl.dot(tl.trans(act), g_down, grad_a_down, input_precision="ieee")
+        grad_a_down = tl.dot(tl.trans(act), g_down, grad_a_down)
         grad_gate = (grad * up * slope).to(gate_up.dtype.element_ty)
         tl.store(gates, grad_gate, mask=is_both)
-        tl.store(grad_h + h_places, tl.dot(grad_gate, tl.trans(bg), input_precision="ieee"), mask=is_gate)
-        grad_b_gate = tl.dot(tl.trans(grad_gate), h_gate, grad_b_gate, input_precision="ieee")
+        tl.store(grad_h + h_places, tl.dot(grad_gate, tl.trans(bg)), mask=is_gate)
+        grad_b_gate = tl.dot(tl.trans(grad_gate), h_gate, grad_b_gate)
         grad_up = (grad * value).to(gate_up.dtype.element_ty)
         tl.store(gates + width, grad_up, mask=is_both)
-        tl.store(grad_h + h_places + rank_gate, tl.dot(grad_up, tl.trans(bu), input_precision="ieee"), mask=is_up)
-        grad_b_up = tl.dot(tl.trans(grad_up), h_up, grad_b_up, input_precision="ieee")
+        tl.store(grad_h + h_places + rank_gate, tl.dot(grad_up, tl.trans(bu)), mask=is_up)
+        grad_b_up = tl.dot(tl.trans(grad_up), h_up, grad_b_up)
     # The three gradients lie one after another: [F, R] of gate and of up, and [R, F] of down.
     grad_factors += tl.program_id(1).to(tl.int64) * width * (rank_gate + rank_up + rank_down)
     is_column = is_column[:, None]
@@ -191,18 +190,13 @@ def _gate_backward_along_kernel(
         tl.store(grad_rows + columns[None, :], (value * up).to(gate_up.dtype.element_ty), mask=is_both)
         grad_gate = (grad * up * slope).to(gate_up.dtype.element_ty)
         tl.store(gate_rows + columns[None, :], grad_gate, mask=is_both)
-        total_gate = tl.dot(grad_gate, tl.trans(bg), total_gate, input_precision="ieee")
+        total_gate = tl.dot(grad_gate, tl.trans(bg), total_gate)
         grad_up = (grad * value).to(gate_up.dtype.element_ty)
         tl.store(gate_rows + width + columns[None, :], grad_up, mask=is_both)
-        total_up = tl.dot(grad_up, tl.trans(bu), total_up, input_precision="ieee")
+        total_up = tl.dot(grad_up, tl.trans(bu), total_up)
     part = grad_h + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * (rank_gate + rank_up)
     tl.store(part + h_rows, total_gate, mask=is_gate)
     tl.store(part + h_rows + rank_gate, total_up, mask=is_up)
-
-
-def fits_down(gate_up: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether `down_columns` can be used: its sums need the registers that larger ranks or float32 would take."""
-    return gate_up.dtype.itemsize == 2 and max(ranks) <= MAX_RANK_DOWN
 
 
 def down_columns(
