@@ -51,6 +51,27 @@ def low_rank(h, b):
     return tl.dot(h, b).to(h.dtype).to(tl.float32)
 
 
+@triton.jit
+def load_thin(x, rows, is_row, ranks, rank, stride):
+    """Some rows of x A^T or of its gradient. Rows are `stride` apart, as those of two adapters lie side by side."""
+    mask = is_row[:, None] & (ranks < rank)[None, :]
+    return tl.load(x + rows[:, None] * stride + ranks[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_thin(x, values, rows, is_row, ranks, rank, stride):
+    """The reverse of `load_thin`."""
+    mask = is_row[:, None] & (ranks < rank)[None, :]
+    tl.store(x + rows[:, None] * stride + ranks[None, :], values, mask=mask)
+
+
+@triton.jit
+def load_b(b, columns, is_column, ranks, rank):
+    """Some columns of B^T."""
+    mask = (ranks < rank)[:, None] & is_column[None, :]
+    return tl.load(b + ranks[:, None] + columns[None, :] * rank, mask=mask, other=0.0)
+
+
 @kernel
 @triton.jit
 def _gate_forward_kernel(
@@ -82,9 +103,8 @@ def _gate_forward_kernel(
     act += first_row * width
     h += first_row * (rank_gate + rank_up)
     ranks, ranks_down = tl.arange(0, RANK), tl.arange(0, RANK_DOWN)
-    h_rows = h + rows[:, None] * (rank_gate + rank_up) + ranks[None, :]
-    h_gate = tl.load(h_rows, mask=is_row[:, None] & (ranks < rank_gate)[None, :], other=0.0)
-    h_up = tl.load(h_rows + rank_gate, mask=is_row[:, None] & (ranks < rank_up)[None, :], other=0.0)
+    h_gate = load_thin(h, rows, is_row, ranks, rank_gate, rank_gate + rank_up)
+    h_up = load_thin(h + rank_gate, rows, is_row, ranks, rank_up, rank_gate + rank_up)
     total = tl.zeros([ROWS, RANK_DOWN], tl.float32)
     first = tl.program_id(1) * columns_a_split
     for start in range(first, tl.minimum(first + columns_a_split, width), COLUMNS):
@@ -92,17 +112,9 @@ def _gate_forward_kernel(
         is_column = columns < width
         is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
         places = rows[:, None] * (2 * width) + columns[None, :]
-        b = tl.load(
-            b_gate + ranks[:, None] + columns[None, :] * rank_gate,
-            mask=(ranks < rank_gate)[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        b = load_b(b_gate, columns, is_column, ranks, rank_gate)
         gate = tl.load(gate_up + places, mask=is_both, other=0.0).to(tl.float32) + low_rank(h_gate, b)
-        b = tl.load(
-            b_up + ranks[:, None] + columns[None, :] * rank_up,
-            mask=(ranks < rank_up)[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        b = load_b(b_up, columns, is_column, ranks, rank_up)
         up = tl.load(gate_up + places + width, mask=is_both, other=0.0).to(tl.float32) + low_rank(h_up, b)
         value, _slope = value_and_slope(gate, ACTIVATION)
         product = (value * up).to(act.dtype.element_ty)
@@ -114,8 +126,7 @@ def _gate_forward_kernel(
         )
         total = tl.dot(product, a, total)
     part = h_down + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * rank_down
-    places = part + rows[:, None] * rank_down + ranks_down[None, :]
-    tl.store(places, total, mask=is_row[:, None] & (ranks_down < rank_down)[None, :])
+    store_thin(part, total, rows, is_row, ranks_down, rank_down, rank_down)
 
 
 def forward(

@@ -18,9 +18,12 @@ from torch import Tensor
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 from qlora_fsdp.layers.kernels.triton_gate import (
     Tiles,
+    load_b,
+    load_thin,
     low_rank,
     rank_options,
     split_columns,
+    store_thin,
     tile_options,
     value_and_slope,
 )
@@ -33,16 +36,9 @@ MAX_ROWS = 4096  # of a launch of `down_columns`: its gradients of x A^T then ne
 
 
 @triton.jit
-def _load_factors(
-    b_gate, b_up, a_down, columns, ranks, ranks_down, width, rank_gate, rank_up, rank_down
-):  # fmt: skip
-    is_column = (columns < width)[None, :]
-    is_gate, is_up = is_column & (ranks < rank_gate)[:, None], is_column & (ranks < rank_up)[:, None]
-    bg = tl.load(b_gate + ranks[:, None] + columns[None, :] * rank_gate, mask=is_gate, other=0.0)
-    bu = tl.load(b_up + ranks[:, None] + columns[None, :] * rank_up, mask=is_up, other=0.0)
-    is_down = is_column & (ranks_down < rank_down)[:, None]
-    a = tl.load(a_down + ranks_down[:, None] * width + columns[None, :], mask=is_down, other=0.0)
-    return bg, bu, a
+def _load_a(a, columns, is_column, ranks, rank, width):
+    mask = (ranks < rank)[:, None] & is_column[None, :]
+    return tl.load(a + ranks[:, None] * width + columns[None, :], mask=mask, other=0.0)
 
 
 @kernel
@@ -75,9 +71,9 @@ def _gate_backward_down_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
     ranks, ranks_down = tl.arange(0, RANK), tl.arange(0, RANK_DOWN)
-    bg, bu, a = _load_factors(
-        b_gate, b_up, a_down, columns, ranks, ranks_down, width, rank_gate, rank_up, rank_down
-    )  # fmt: skip
+    bg = load_b(b_gate, columns, is_column, ranks, rank_gate)
+    bu = load_b(b_up, columns, is_column, ranks, rank_up)
+    a = _load_a(a_down, columns, is_column, ranks_down, rank_down, width)
     grad_b_gate = tl.zeros([COLUMNS, RANK], tl.float32)
     grad_b_up = tl.zeros([COLUMNS, RANK], tl.float32)
     grad_a_down = tl.zeros([COLUMNS, RANK_DOWN], tl.float32)
@@ -91,14 +87,11 @@ def _gate_backward_down_kernel(
     rows_left = num_rows - first_row
     for start in range(0, tl.minimum(rows_a_split, rows_left), ROWS):
         rows = start + tl.arange(0, ROWS)
-        is_row = (rows < rows_left)[:, None]
-        is_both = IS_WHOLE | (is_row & is_column[None, :])
-        h_places = rows[:, None] * (rank_gate + rank_up) + ranks[None, :]
-        down_places = rows[:, None] * rank_down + ranks_down[None, :]
-        is_gate, is_up = is_row & (ranks < rank_gate)[None, :], is_row & (ranks < rank_up)[None, :]
-        h_gate = tl.load(h + h_places, mask=is_gate, other=0.0)
-        h_up = tl.load(h + h_places + rank_gate, mask=is_up, other=0.0)
-        g_down = tl.load(grad_h_down + down_places, mask=is_row & (ranks_down < rank_down)[None, :], other=0.0)
+        is_row = rows < rows_left
+        is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
+        h_gate = load_thin(h, rows, is_row, ranks, rank_gate, rank_gate + rank_up)
+        h_up = load_thin(h + rank_gate, rows, is_row, ranks, rank_up, rank_gate + rank_up)
+        g_down = load_thin(grad_h_down, rows, is_row, ranks_down, rank_down, rank_down)
         gates = gate_up + rows[:, None] * (2 * width) + columns[None, :]
         gate = tl.load(gates, mask=is_both, other=0.0).to(tl.float32)
         up = tl.load(gates + width, mask=is_both, other=0.0).to(tl.float32)
@@ -111,21 +104,22 @@ def _gate_backward_down_kernel(
         grad_a_down = tl.dot(tl.trans(act), g_down, grad_a_down)
         grad_gate = (grad * up * slope).to(gate_up.dtype.element_ty)
         tl.store(gates, grad_gate, mask=is_both)
-        tl.store(grad_h + h_places, tl.dot(grad_gate, tl.trans(bg)), mask=is_gate)
+        part = tl.dot(grad_gate, tl.trans(bg))
+        store_thin(grad_h, part, rows, is_row, ranks, rank_gate, rank_gate + rank_up)
         grad_b_gate = tl.dot(tl.trans(grad_gate), h_gate, grad_b_gate)
         grad_up = (grad * value).to(gate_up.dtype.element_ty)
         tl.store(gates + width, grad_up, mask=is_both)
-        tl.store(grad_h + h_places + rank_gate, tl.dot(grad_up, tl.trans(bu)), mask=is_up)
+        part = tl.dot(grad_up, tl.trans(bu))
+        store_thin(grad_h + rank_gate, part, rows, is_row, ranks, rank_up, rank_gate + rank_up)
         grad_b_up = tl.dot(tl.trans(grad_up), h_up, grad_b_up)
     # The three gradients lie one after another: [F, R] of gate and of up, and [R, F] of down.
     grad_factors += tl.program_id(1).to(tl.int64) * width * (rank_gate + rank_up + rank_down)
-    is_column = is_column[:, None]
-    places, is_place = columns[:, None] * rank_gate + ranks[None, :], is_column & (ranks < rank_gate)[None, :]
-    tl.store(grad_factors + places, grad_b_gate * scaling_gate, mask=is_place)
-    places, is_place = columns[:, None] * rank_up + ranks[None, :], is_column & (ranks < rank_up)[None, :]
-    tl.store(grad_factors + width * rank_gate + places, grad_b_up * scaling_up, mask=is_place)
-    places, is_place = columns[:, None] + ranks_down[None, :] * width, is_column & (ranks_down < rank_down)[None, :]
-    tl.store(grad_factors + width * (rank_gate + rank_up) + places, grad_a_down, mask=is_place)
+    store_thin(grad_factors, grad_b_gate * scaling_gate, columns, is_column, ranks, rank_gate, rank_gate)
+    grad_factors += width * rank_gate
+    store_thin(grad_factors, grad_b_up * scaling_up, columns, is_column, ranks, rank_up, rank_up)
+    grad_factors += width * rank_up
+    places, is_place = columns[:, None] + ranks_down[None, :] * width, (ranks_down < rank_down)[None, :]
+    tl.store(grad_factors + places, grad_a_down, mask=is_column[:, None] & is_place)
 
 
 @kernel
@@ -160,15 +154,9 @@ def _gate_backward_along_kernel(
     grad_h_down += first_row * rank_down
     h += first_row * (rank_gate + rank_up)
     ranks, ranks_down = tl.arange(0, RANK), tl.arange(0, RANK_DOWN)
-    h_rows = rows[:, None] * (rank_gate + rank_up) + ranks[None, :]
-    is_gate, is_up = is_row[:, None] & (ranks < rank_gate)[None, :], is_row[:, None] & (ranks < rank_up)[None, :]
-    h_gate = tl.load(h + h_rows, mask=is_gate, other=0.0)
-    h_up = tl.load(h + h_rows + rank_gate, mask=is_up, other=0.0)
-    g_down = tl.load(
-        grad_h_down + rows[:, None] * rank_down + ranks_down[None, :],
-        mask=is_row[:, None] & (ranks_down < rank_down)[None, :],
-        other=0.0,
-    )
+    h_gate = load_thin(h, rows, is_row, ranks, rank_gate, rank_gate + rank_up)
+    h_up = load_thin(h + rank_gate, rows, is_row, ranks, rank_up, rank_gate + rank_up)
+    g_down = load_thin(grad_h_down, rows, is_row, ranks_down, rank_down, rank_down)
     total_gate = tl.zeros([ROWS, RANK], tl.float32)
     total_up = tl.zeros([ROWS, RANK], tl.float32)
     first = tl.program_id(1) * columns_a_split
@@ -176,13 +164,14 @@ def _gate_backward_along_kernel(
     gate_rows, grad_rows = gate_up + rows[:, None] * (2 * width), grad_act + rows[:, None] * width
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        is_both = IS_WHOLE | (is_row[:, None] & (columns < width)[None, :])
+        is_column = columns < width
+        is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
         gate = tl.load(gate_rows + columns[None, :], mask=is_both, other=0.0).to(tl.float32)
         up = tl.load(gate_rows + width + columns[None, :], mask=is_both, other=0.0).to(tl.float32)
         grad = tl.load(grad_rows + columns[None, :], mask=is_both, other=0.0).to(tl.float32)
-        bg, bu, a = _load_factors(
-            b_gate, b_up, a_down, columns, ranks, ranks_down, width, rank_gate, rank_up, rank_down
-        )  # fmt: skip
+        bg = load_b(b_gate, columns, is_column, ranks, rank_gate)
+        bu = load_b(b_up, columns, is_column, ranks, rank_up)
+        a = _load_a(a_down, columns, is_column, ranks_down, rank_down, width)
         gate += low_rank(h_gate, bg)
         up += low_rank(h_up, bu)
         grad += low_rank(g_down, a)
@@ -195,8 +184,8 @@ def _gate_backward_along_kernel(
         tl.store(gate_rows + width + columns[None, :], grad_up, mask=is_both)
         total_up = tl.dot(grad_up, tl.trans(bu), total_up)
     part = grad_h + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * (rank_gate + rank_up)
-    tl.store(part + h_rows, total_gate, mask=is_gate)
-    tl.store(part + h_rows + rank_gate, total_up, mask=is_up)
+    store_thin(part, total_gate, rows, is_row, ranks, rank_gate, rank_gate + rank_up)
+    store_thin(part + rank_gate, total_up, rows, is_row, ranks, rank_up, rank_gate + rank_up)
 
 
 def down_columns(
