@@ -184,6 +184,20 @@ def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: P
     torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "adapted", "why"),
+    [("llama4_text", "q_proj", "a layer for each expert"), ("falcon", "query_key_value", "of FalconForCausalLM")],
+)
+def test_what_transformers_would_not_load_quantized_is_not_written(tmp_path: Path, capsys, family, adapted, why):
+    base = make_checkpoint(family, tmp_path / "base", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=[adapted])).save_pretrained(tmp_path / "adapter")
+    own = [f"adapter={tmp_path / 'adapter'}", f"model.path={base}", "model.tokenizer_path=bytes"]
+    assert merge.main([*own, f"out={tmp_path / 'nf4'}", "quantize=nf4"]) == 2
+    error = capsys.readouterr().err
+    assert why in error and "Leave quantize out" in error and not (tmp_path / "nf4").exists()
+
+
 def test_layers_too_narrow_for_blocks_stay_as_they_are(tmp_path: Path):
     """Gemma 3n, trained in int8, was refused: it has matrices of four columns."""
     base = make_checkpoint("gemma3n_text", tmp_path / "base", torch.float32)

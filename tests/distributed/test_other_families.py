@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp import evaluate, generate, merge, train
-from tests.helpers.checkpoints import SHAPE
+from tests.helpers.checkpoints import SHAPE, VOCAB, write_checkpoint
 from tests.helpers.packed import SMALL
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
@@ -66,6 +66,17 @@ def test_the_base_alone(bases, few_rows: Path, family: str, num_ranks: int):
     assert json.loads(found)["loss"] == pytest.approx(expected, abs=1e-5)
     if num_ranks == 1:
         assert generate.main([*base, "prompt=rain", "max_new_tokens=2"]) == 0
+
+
+def test_weights_that_a_model_halves_in_evaluation_stay_as_they_are(few_rows: Path, tmp_path: Path):
+    """RWKV halves them, and what goes through its layers. The stock model does neither as long as it is in training."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 128}
+    config = AutoConfig.for_model("rwkv", **sizes, num_hidden_layers=3, context_length=64, rescale_every=1)
+    base = [f"model.path={write_checkpoint(config, tmp_path / 'base')}", "model.tokenizer_path=bytes"]
+    data = [f"data.path={few_rows}", f"data.cache_folder={few_rows.parent}", "training.max_length=64"]
+    (found,) = run_ranks(1, printed_by, evaluate.main, [*base, *data, "training=padded"])
+    expected, _ = stock_loss(load_stock(tmp_path / "base", load_config(base).quant).train(), few_rows)
+    assert json.loads(found)["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_merge_with_a_report(bases, few_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

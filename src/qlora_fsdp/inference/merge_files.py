@@ -33,6 +33,7 @@ from qlora_fsdp.inference.merge_weights import (
     takes_codes,
 )
 from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.experts.llama4 import Llama4Moe
 from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.rope import write_rope
@@ -54,7 +55,8 @@ def merge_files(merge: Merge) -> None:
     """Write config, tokenizer and weights of the merged model to `merge.out`.
 
     Raises:
-        CheckpointError: the base is quantized already, and its full-precision weights were asked for.
+        CheckpointError: the base is quantized already, and its full-precision weights were asked for; or the result is
+            to be quantized, and transformers would not load it.
         RunFolderError: `merge.out` holds something else, or can't be written.
     """
     folder = merge.trained.files.folder
@@ -64,6 +66,8 @@ def merge_files(merge: Merge) -> None:
             f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
             "model.path to the model in full precision."
         )
+    if merge.quantize is not None:
+        _check_quantized(merge)
     changes = find_changes(merge.trained.model.base, merge.adapter)
     check_shared_layers(merge.trained.model.base, changes)
     with merging_to(merge.out):
@@ -146,6 +150,22 @@ def _write_weights(merge: Merge, changes: dict[str, Change]) -> bool:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(merge.out / INDEX_NAME, index)
     return any(a.stored is not None for a in extra.values())
+
+
+def _check_quantized(merge: Merge) -> None:
+    """Refuse a quantized result that transformers would not load, or that would have no codes.
+
+    Raises:
+        CheckpointError: it is Llama 4, or all its linear layers are of a class of the model's own.
+    """
+    model = merge.meta.model
+    reason = None
+    if any(isinstance(module, Llama4Moe) for module in model.modules()):
+        reason = "in quantized files of Llama 4 transformers looks for a layer for each expert, which there is none of"
+    elif not any(takes_codes(layer, merge) for _, layer in base_linears(model)):
+        reason = f"transformers loads codes for no layer of {type(model).__name__}"
+    if reason is not None:
+        raise CheckpointError(f"quantize={merge.quantize} can't be used: {reason}. Leave quantize out.")
 
 
 def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:

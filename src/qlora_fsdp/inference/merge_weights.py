@@ -227,10 +227,14 @@ def quantized_if_wanted(key: str, value: Tensor, assignment: Assignment | None, 
 
 
 def takes_codes(module: nn.Module, merge: Merge) -> bool:
-    """Whether a quantized result has the layer as codes. Its rows must be whole blocks, and the head stays as it is."""
+    """Whether a quantized result has the layer as codes. Its rows must be whole blocks, and the head stays as it is.
+
+    So do layers of a class of the model's own (Falcon's), for which transformers loads no codes.
+    """
     head = merge.meta.model.get_output_embeddings()
-    is_head = module is getattr(head, "base_layer", head)
-    return isinstance(module, QuantizedLinear) and module.in_features % BLOCKSIZE == 0 and not is_head
+    if not isinstance(module, QuantizedLinear) or module is getattr(head, "base_layer", head):
+        return False
+    return module.replaces is nn.Linear and module.in_features % BLOCKSIZE == 0
 
 
 def _read_tensor(stored: StoredTensor) -> Tensor:

@@ -207,6 +207,8 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
             "model.path to another model, task, or model.attn_implementation=eager."
         ) from error
     model.config.use_cache = False
+    if hasattr(model.config, "rescale_every"):  # RWKV halves some weights in evaluation, but neither codes nor adapters
+        model.config.rescale_every = 0
     compute_chosen_experts(model)
     return model
 

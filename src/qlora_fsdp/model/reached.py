@@ -8,6 +8,8 @@ without calling the layer. No config says so. But a small model of the same clas
 
 The small model has fewer layers, so a layer is identified by its name without numbers, `layers.*.mlp.up_proj`. A name
 counts as reached if any layer of that name is, because one of many experts may get none of the trial's few tokens.
+
+In Zamba 2 it is numbers that tell: `is_for_another_place`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 from qlora_fsdp.model.parts import find_decoder
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_FOR_A_PLACE = re.compile(r"\blayers\.(\d+)\.shared_transformer\..*_adapter_list\.(\d+)\.")
 
 
 def general_name(model: PreTrainedModel, name: str) -> str:
@@ -36,6 +39,16 @@ def general_name(model: PreTrainedModel, name: str) -> str:
     decoder = find_decoder(model)
     prefix = f"{model.base_model_prefix if decoder is None else decoder[0]}."
     return _NUMBER.sub(".*", name.removeprefix(prefix))
+
+
+def is_for_another_place(model: PreTrainedModel, name: str) -> bool:
+    """Whether a layer of Zamba 2 is never called where it is.
+
+    A block that several layers share has low-rank layers for each of these, and in each layer calls that one's alone.
+    The weights are shared; the modules, which would have adapters, are not.
+    """
+    found, places = _FOR_A_PLACE.search(name), getattr(model.config, "hybrid_layer_ids", None)
+    return found is not None and places is not None and places[int(found[2])] != int(found[1])
 
 
 class ReachedLinears:

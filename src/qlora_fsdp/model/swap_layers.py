@@ -207,4 +207,6 @@ def _swap_linears(model: nn.Module, choose: Callable[[str, nn.Linear], Format | 
 
 
 def _quantized_like(layer: nn.Linear, format: Format, dtype: torch.dtype) -> QuantizedLinear:
-    return QuantizedLinear(layer.in_features, layer.out_features, layer.bias is not None, format, dtype)
+    quantized = QuantizedLinear(layer.in_features, layer.out_features, layer.bias is not None, format, dtype)
+    quantized.replaces = type(layer)
+    return quantized

@@ -28,10 +28,12 @@ class QuantizedLinear(StoredWeight, nn.Linear):
         matmul: computes products with the weight. One call may compute several layers that have the same input, such
             as q, k and v, if all of them have the same kind of `Matmul`.
         reader: what dequantizes the weight where it is read; None for the layer itself (weight_reader.py).
+        replaces: the class of the model's own layer, in whose place this one is.
     """
 
     matmul: Matmul = DequantizedMatmul()
     reader: Callable[[QuantizedLinear], Tensor] | None = None
+    replaces: type[nn.Module] = nn.Linear
     _fp8_scales: tuple[Tensor, Tensor] | None = None
 
     def __init__(

@@ -33,7 +33,7 @@ from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
 from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.parts import find_decoder
-from qlora_fsdp.model.reached import general_name
+from qlora_fsdp.model.reached import general_name, is_for_another_place
 
 WITHOUT_EXPERTS = "or set lora.experts=false"
 MAX_LISTED = 10  # names that fit nothing
@@ -89,7 +89,7 @@ def find_left_out(model: PreTrainedModel, config: LoraConfig, unreached: Collect
     named = [name for name in _all_linear(model, config) - routers if not _is_excluded(name, config)]
     linears = {name: layer for name in named if isinstance(layer := modules.get(name), nn.Linear)}
     return LeftOut(
-        frozenset(name for name in named if general_name(model, name) in unreached),
+        frozenset(n for n in named if general_name(model, n) in unreached or is_for_another_place(model, n)),
         frozenset(name for name in named if not _takes_adapter(model, name.rpartition(".")[2])),
         frozenset(name for name, layer in linears.items() if not computes_linear(layer)),
     )
