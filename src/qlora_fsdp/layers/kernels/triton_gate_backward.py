@@ -32,7 +32,7 @@ DOWN = Tiles(rows=64, columns=64, num_warps=4, num_stages=3)
 AT_ONCE, MAX_SPLITS = 264, 8  # programs down the columns: an H100 runs two on each of its 132 multiprocessors
 ALONG, MIN_PROGRAMS = Tiles(rows=64, columns=64, num_warps=4, num_stages=3), 1024
 MAX_RANK_DOWN = 16
-MAX_ROWS = 4096  # of a launch of `down_columns`: its gradients of x A^T then need half the memory of gate
+MAX_ROWS = 4096  # of a launch of `down_columns`: at rank 16 its sums of x A^T's gradient are as large as gate's values
 
 
 @triton.jit
