@@ -224,7 +224,8 @@ def _check(config: Config, hardware: Hardware) -> None:
 
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines to print, and what preflight.json holds."""
-    plan, gpu = use_spare(choice, target).plan, hardware.gpu
+    spending, gpu = use_spare(choice, target), hardware.gpu
+    plan = spending.plan
     work, config = plan.work, plan.work.config
     speed = planned_tokens_per_second(plan, gpu)
     num_tokens, source = expect_tokens(config, work.num_micro_batches * work.num_tokens * work.num_ranks)
@@ -247,7 +248,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
-        *remarks(choice, target, gpu),
+        *remarks(spending, target, gpu),
     ]
     figures = {
         "fits": choice.fits,

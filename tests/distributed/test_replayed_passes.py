@@ -41,6 +41,7 @@ NUM_RANKS = 2
 RUN = ["training.max_steps=9", "training.micro_batch_size=2", "training.global_batch_size=4"]
 EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
 LONG = ["training.max_length=256"]  # then ranks need several graphs, which come at different times
+HELD = ["fsdp=no_shard", "memory.keep_dequantized=run"]
 PAIRS = [*LONG, "task=preference", "data.path=PAIRS"]
 PADDED = [*LONG, "training.packing=false"]
 
@@ -57,6 +58,8 @@ CASES = {
     "rows of many lengths": Case(LONG),
     "SHARD_GRAD_OP": Case(["fsdp.sharding_strategy=SHARD_GRAD_OP"]),
     "accumulation": Case([*LONG, "training.global_batch_size=16"]),
+    "weights kept for the run": Case([*LONG, *HELD]),
+    "weights kept for the run, and the second graph of a step fails": Case([*LONG, *HELD], (0, 1), "Step"),
     "kto, which looks ahead": Case([*PAIRS, "preference.loss=kto"]),
     "dpo with the reference in the step": Case([*PAIRS, "preference.precompute=false"]),
     "padded": Case(PADDED),
@@ -111,7 +114,8 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool
 
     def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
         eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
-        reader = WeightReader(prepared.model, processes.device, prepared.model.layers[1:])
+        holds = config.memory.keep_dequantized == "run"
+        reader = WeightReader(prepared.model, processes.device, prepared.model.layers[1:], holds)
         return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, math.inf, reader, is_required)
 
     with ExitStack() as stack:

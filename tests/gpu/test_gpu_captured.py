@@ -37,6 +37,7 @@ SKIPPED = ["training.on_bad_step=skip", "training.grad_norm_spike=1.05", "traini
 SKIPPED += ["training.max_steps=32", "training.deterministic=true"]
 ALONE = ["training.packing=false", "training.deterministic=true"]
 PADDED = ["training.packing=false", "training.max_length=256"]
+HELD = ["fsdp.sharding_strategy=NO_SHARD", "memory.keep_dequantized=run"]
 EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
 
 # A micro-batch a step: gradients are summed over ranks once, in either case.
@@ -56,6 +57,8 @@ SAME_BITS = {
     "checkpoints in between": ["checkpoint.every_steps=4"],
     "layers by themselves": ["kernels.fuse_layers=false"],
     "NO_SHARD": ["fsdp.sharding_strategy=NO_SHARD"],
+    "weights kept for the run": HELD,
+    "weights kept for the run, recomputed": [*HELD, "memory.activations=full"],
     "SHARD_GRAD_OP": ["fsdp.sharding_strategy=SHARD_GRAD_OP"],
     "8-bit optimizer": ["optim=adamw_8bit"],
     "dpo": PAIRS,
@@ -77,6 +80,7 @@ SAME_BITS = {
 # The reference in the step: two forwards before the backward.
 WITH_REFERENCE = {
     "dpo with the reference in the step": [*PAIRS, IN_STEP],
+    "dpo with the reference in the step, weights kept for the run": [*PAIRS, IN_STEP, *HELD],
     "dpo with the reference in the step, recomputed": [*PAIRS, IN_STEP, "memory=recompute"],
     "dpo with the reference in the step, SHARD_GRAD_OP": [*PAIRS, IN_STEP, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
     "kto with the reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
@@ -89,6 +93,7 @@ SAME_EVALUATIONS = {
     "evaluations of recomputed tiles": [*EVALUATED, "training.max_length=256", "memory=recompute"],
     "evaluations of dpo": [*PAIRS, *EVALUATED],
     "evaluations of dpo with the reference in them": [*PAIRS, *EVALUATED, IN_STEP],
+    "evaluations with weights kept for the run": [*EVALUATED, *HELD],
     "evaluations of padded rows": [*EVALUATED, *PADDED],
     "evaluations of rewards": ["task=reward", *PAIRS[1:], "training.packing=false", *EVALUATED],
     "evaluations of kto": [*PAIRS, *EVALUATED, "preference.loss=kto"],
@@ -149,6 +154,7 @@ def trained(
 def test_same_bits(trained, name: str):
     captured, log = trained(name, "captured")
     assert RECORDED in log, log
+    assert ("kept for the whole run" in log) is ("kept for the run" in name), log
     eager, log = trained(name, "eager")
     assert RECORDED not in log
     assert captured.losses == eager.losses

@@ -26,6 +26,7 @@ CASES = {
     "fp4": ["quant=fp4"],
     "triton": ["kernels.dequantize=triton"],
     "fp8": ["compute=fp8"],
+    "kept for the run": ["fsdp=no_shard", "memory.keep_dequantized=run"],
     "experts": [],
 }
 
@@ -68,6 +69,13 @@ def test_bitsandbytes_dequantizes(ran, case: str):
     assert losses[-1] < losses[0]
 
 
+def test_weights_that_stay_are_dequantized_once(ran):
+    """After the two steps that are launched, each of the 14 weights once."""
+    losses, by_bitsandbytes, by_triton, _ = ran("kept for the run")
+    assert 14 < by_bitsandbytes <= 2 * 2 * 14 + 14 and by_triton == 0
+    assert losses == pytest.approx(ran("default")[0], rel=1e-3)
+
+
 def test_triton_dequantizes_if_asked(ran):
     losses, by_bitsandbytes, by_triton, num_scales = ran("triton")
     assert by_triton >= NUM_STEPS * 2 * 7 * 2 and by_bitsandbytes == num_scales == 0
@@ -83,9 +91,10 @@ def test_parts_of_experts_are_dequantized_by_triton_and_attention_by_bitsandbyte
     assert by_bitsandbytes > 0 and by_triton > 0
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("num_kept", [0, 2, 4])
-def test_weights_of_a_graph_are_dequantized_beside_products(num_kept: int):
-    """In a graph that has the second stream, with the same bits, also where the weights stay until backward."""
+def test_weights_of_a_graph_are_dequantized_beside_products(num_kept: int, holds: bool):
+    """In a graph that has the second stream, with the same bits, also where the weights stay."""
     torch.manual_seed(0)
     weights = torch.randn(4, 2048, 2048, device="cuda").bfloat16()
     layers = torch.nn.Sequential(*(make_quantized(weight, Format("nf4", True)) for weight in weights))
@@ -95,12 +104,15 @@ def test_weights_of_a_graph_are_dequantized_beside_products(num_kept: int):
         (grad,) = torch.autograd.grad(layers(x).sum(), x)
         return grad
 
-    reader = WeightReader(layers, x.device, layers[4 - num_kept :])
+    reader = WeightReader(layers, x.device, layers[4 - num_kept :], holds)
     with reader.noting():
         expected = compute()
+    reader.hold()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)), reader.reading():
         found = compute()
-    graph.replay()
+    for _ in range(2):
+        graph.replay()
     torch.cuda.synchronize()
+    assert len(reader.held) == num_kept * holds
     assert reader.order == [*layers, *reversed(layers)] and torch.equal(found, expected)

@@ -108,6 +108,11 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         (f"data.chat_template='{'{{ messages }}' * 30}'", "is neither a file nor one of alpaca, chatml, llama3."),
         ("compute.cuda_graph=maybe", "compute.cuda_graph=maybe must be true, false or auto."),
         ("training.packing=always", "training.packing=always must be true, false or auto."),
+        (
+            "memory.keep_dequantized=always",
+            "memory.keep_dequantized=always must be true, false or run. Set memory.keep_dequantized=true, the default.",
+        ),
+        ("memory.keep_dequantized=1", "memory.keep_dequantized=1 must be true, false or run."),
         ("task.labels=[a,b]", "task.labels=[a,b] has no effect with task.name=causal_lm."),
         (
             "task=sequence_classification task.labels=[a,b]",

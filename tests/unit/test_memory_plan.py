@@ -38,7 +38,7 @@ from qlora_fsdp.memory.longest import longest
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.show import faster_lines, waiting_lines
+from qlora_fsdp.memory.show import faster_lines, remarks, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import Workload
@@ -240,6 +240,43 @@ def test_memory_that_is_left_over_keeps_dequantized_weights_as_was_measured(
     savings = {change.text: change for change in largest_savings(plan, gpu)}
     assert savings.pop("memory.keep_dequantized=false").saved == plan.needed - choice.plan.needed
     assert savings and all(each.saved == choice.plan.needed - each.plan.needed for each in savings.values())
+
+
+# The same weights kept until the run ends, on an H200 with FlashAttention-4: peaks and speed.
+@pytest.mark.parametrize(("length", "peak", "speed"), [(512, 20.81, 14674), (1024, 22.64, 16410), (4096, 32.87, 16380)])
+def test_dequantized_weights_that_stay_need_no_more_at_the_peak(length: int, peak: float, speed: int):
+    settings = ["model=llama3-8b", f"training.max_length={length}", "memory=keep", "lora.r=16", *RECORDED]
+    choices = [
+        use_spare(choose(work, 130 * GIB, H200), 130 * GIB)
+        for work in (workload(*settings), workload(*settings, "memory.keep_dequantized=run"))
+    ]
+    until_backward, for_the_run = (choice.plan for choice in choices)
+    assert for_the_run.num_kept_dequantized == until_backward.num_kept_dequantized == 32
+    layer = for_the_run.work.layers[-1].dequantized / GIB
+    found = for_the_run.tensor_bytes(for_the_run.peak_phase) / GIB
+    assert found == pytest.approx(peak, abs=layer / 3) and for_the_run.needed <= until_backward.needed
+    assert for_the_run.tensor_bytes("step") == until_backward.tensor_bytes("step") + 32 * layer * GIB
+    assert planned_tokens_per_second(for_the_run, H200) == pytest.approx(speed, rel=0.17)
+    assert planned_tokens_per_second(until_backward, H200) < planned_tokens_per_second(for_the_run, H200)
+    assert "dequantized weights of 32 layers kept for the whole run" in describe_choice(for_the_run)
+    assert "dequantized weights of 32 layers kept until backward" in describe_choice(until_backward)
+    said = [line for line in remarks(choices[0], 130 * GIB, H200) if "memory.keep_dequantized=run needs" in line]
+    gain = planned_tokens_per_second(for_the_run, H200) / planned_tokens_per_second(until_backward, H200) - 1
+    assert len(said) == (gain >= 0.03) and all(f"is {gain:.0%} faster" in line for line in said)
+    assert not remarks(choices[1], 130 * GIB, H200)
+    savings = {change.text: change.saved for change in largest_savings(for_the_run, H200)}
+    assert savings["memory.keep_dequantized=false"] > 31 * layer * GIB
+
+
+def test_a_base_that_fsdp_shards_keeps_dequantized_weights_until_backward():
+    settings = ["model=llama3-8b", "training.max_length=1024", "memory=keep", *RECORDED]
+    plans = [
+        use_spare(choose(work, 75 * GIB, H200), 75 * GIB).plan
+        for more in ([], ["memory.keep_dequantized=run"])
+        for work in [workload(*settings, *more, num_ranks=2)]
+    ]
+    assert plans[0].phases == plans[1].phases and plans[1].num_kept_dequantized == 32
+    assert "kept until backward" in describe_choice(plans[1])
 
 
 @pytest.mark.parametrize("more", ["memory=recompute", "memory=offload", "compute.cuda_graph=false", "compute=fp8"])

@@ -122,6 +122,40 @@ def test_kept_weights_are_dequantized_once(layers: nn.Sequential):
         assert not reader._ready
 
 
+def test_held_weights_are_dequantized_once_for_all_passes(layers: nn.Sequential):
+    reader = WeightReader(layers, CPU, keeping=layers[1:], holds=True)
+    with reader.noting():
+        _, expected = run(layers)
+    reader.keep_within(1e6)
+    reader.hold()
+    assert list(reader.held) == list(layers[1:])
+    for _ in range(2):
+        forget_hooks(layers)
+        with reader.reading():
+            done, found = run(layers)
+        assert done == [
+            *("dequantize 0", "product 0", "product 1", "product 2", "gradient 2"),
+            *("dequantize 0", "gradient 1", "gradient 0"),
+        ]
+        assert torch.equal(found, expected)
+    with reader.reading(keeps=False), torch.no_grad():  # as in an evaluation
+        assert layers[1].weight is layers[1].weight
+        assert torch.equal(layers[1].weight, layers[1].dequantize())
+    reader.release()
+    with reader.reading(keeps=False), torch.no_grad():
+        assert layers[1].weight is not layers[1].weight
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_weight_that_is_read_once_a_pass_is_held_and_not_kept(layers: nn.Sequential, holds: bool):
+    reader = WeightReader(layers, CPU, keeping=layers, holds=holds)
+    with reader.noting(), torch.no_grad():
+        for layer in layers:
+            layer(torch.ones(1, 64))
+    reader.keep_within(1e6)
+    assert reader.kept == (list(layers) if holds else [])
+
+
 @pytest.mark.parametrize(("num_weights", "num_kept"), [(-1, 0), (0, 0), (0.9, 0), (1, 1), (1.9, 1), (2, 2), (3, 2)])
 def test_the_last_weights_that_are_read_again_are_kept_as_far_as_there_is_room(
     layers: nn.Sequential, num_weights: float, num_kept: int

@@ -62,7 +62,7 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_bounds, check_model, check_data, check_task, check_preference, check_training, check_trackers)
+    checks = (_check_values, check_model, check_data, check_task, check_preference, check_training, check_trackers)
     problems = (problem for find in (*checks, _check_packages, _check_hub) for problem in find(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 
@@ -77,10 +77,13 @@ def check_split(config: Config, world: World) -> list[Problem]:
     return [*_check_slices(config, world), *_check_batch(config, world), *_check_shard_groups(config, world)]
 
 
-def _check_bounds(config: Config) -> Iterator[Problem]:
-    """Refuses numbers outside the bounds that the schema gives them."""
+def _check_values(config: Config) -> Iterator[Problem]:
+    """Refuses what is none of the values that the schema lists, and numbers outside the bounds that it gives them."""
     for key, setting in all_settings().items():
         value, bounds = value_of(config, key), setting.bounds
+        if setting.values and not any(value == each and type(value) is type(each) for each in setting.values):
+            fix = f"Set {show(key, setting.default)}, the default."
+            yield problem_with(config, key, f"must be {setting.expected}.", fix)
         if bounds is not None and isinstance(value, (int, float)) and not bounds.allow(value):
             fix = f"Set {show(key, setting.default)}, the default, or another number in this range."
             yield problem_with(config, key, f"must be finite and {bounds}.", fix)

@@ -88,10 +88,6 @@ def _training(config: Config) -> Iterator[Problem]:
     if training.deterministic and config.model.attn_implementation is AttnImplementation.flash_attention_4:
         reason = "adds gradients in any order, and training.deterministic=true asks for one."
         yield problem_with(config, "model.attn_implementation", reason, "Set model.attn_implementation=auto.")
-    for key in ("training.packing", "compute.cuda_graph"):
-        value = value_of(config, key)
-        if value != "auto" and not isinstance(value, bool):
-            yield problem_with(config, key, f"must be {all_settings()[key].expected}.", f"Set {key}=auto, the default.")
     if training.precision is Dtype.float16:
         yield problem_with(config, "training.precision", NO_FLOAT16, "Set training.precision=auto.")
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:

@@ -78,6 +78,8 @@ def _value(setting: Setting) -> dict[str, Any]:
     allowed = _typed(setting.type, setting.bounds)
     if setting.choices:
         allowed = {"enum": list(setting.choices)}
+    if setting.values:
+        allowed = {"enum": list(setting.values)}
     if setting.text_or_list:
         allowed = {"type": ["string", "array"], "items": {"type": "string"}}
     alternatives = [allowed, *([{"type": "null"}] if setting.is_optional else [])]

@@ -33,6 +33,7 @@ class Setting:
         comment: the comment above the field.
         bounds: the numbers that it takes, if these are bounded.
         text_or_list: whether it takes text or a list of texts; its type is Any then.
+        values: all values that it takes, if these are few and not of one type; its type is Any then.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Setting:
     comment: str
     bounds: schema.Bounds | None = None
     text_or_list: bool = False
+    values: tuple[Any, ...] = ()
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -58,7 +60,9 @@ class Setting:
         """A description of valid values, as the end of a sentence that starts with 'must be'."""
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
         text = "text or a list such as [a,b]" if self.text_or_list else text
-        text = "true, false or auto" if self.type is Any and self.default == "auto" else text
+        if self.values:
+            *others, last = map(_show_value, self.values)
+            text = f"{', '.join(others)} or {last}"
         return text + (" or null" if self.is_optional else "")
 
 
@@ -240,8 +244,9 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
             (hint,) = (part for part in get_args(hint) if part is not type(None))
         default = field.default if field.default_factory is MISSING else field.default_factory()
         comment, metadata = comments.get(field.name, ""), field.metadata
-        is_optional = is_optional or "text_or_list" in metadata
-        yield Setting(key, hint, is_optional, default, comment, metadata.get("bounds"), "text_or_list" in metadata)
+        is_text_or_list, values = "text_or_list" in metadata, metadata.get("values", ())
+        is_optional = is_optional or is_text_or_list
+        yield Setting(key, hint, is_optional, default, comment, metadata.get("bounds"), is_text_or_list, values)
 
 
 @cache

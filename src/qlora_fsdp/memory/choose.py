@@ -82,7 +82,7 @@ def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice
 def use_spare(choice: Choice, target: float) -> Choice:
     """The same choice, which spends memory that is left over on dequantizing less, where a graph can.
 
-    Weights are dequantized ahead if the run still fits the target, and kept until backward within a share of it.
+    Weights are dequantized ahead if the run still fits the target, and kept within a share of it.
     """
     if not choice.fits:
         return choice
@@ -215,7 +215,8 @@ def describe_choice(plan: MemoryPlan) -> str:
     tile = plan.work.config.memory.num_tile_tokens
     tiles = "" if tile is None else f", MLPs in tiles of {tile:,} tokens"
     number = plan.num_kept_dequantized
-    kept = f", dequantized weights of {number} layers kept until backward" if number else ""
+    until = "for the whole run" if plan.work.holds_dequantized else "until backward"
+    kept = f", dequantized weights of {number} layers kept {until}" if number else ""
     return f"activations {describe_policies(plan.policies)}{tiles}{stays}{kept}"
 
 

@@ -32,15 +32,21 @@ class DequantizedWeights:
 
     Args:
         work: the run that is planned.
-        num_kept: layers, the last ones, whose weights are kept from forward to backward; None if no weight is even
-            dequantized ahead.
+        num_kept: layers, the last ones, whose weights are kept; None if no weight is even dequantized ahead.
+
+    Attributes:
+        held: bytes of those that stay until the run ends, and are there at every time.
+        kept: bytes by layer of those that stay from forward to backward.
+        ahead: the most bytes by layer of a weight that is there before it is used.
     """
 
     def __init__(self, work: Workload, num_kept: int | None = None) -> None:
-        layers = work.layers
+        layers, holds, is_ahead = work.layers, work.holds_dequantized, num_kept is not None
         first_kept = len(layers) - (num_kept or 0)
-        self.kept = [layer.dequantized * (index >= first_kept) for index, layer in enumerate(layers)]
-        self.ahead = [layer.ahead * (num_kept is not None) for layer in layers]
+        sizes = [layer.dequantized * (index >= first_kept) for index, layer in enumerate(layers)]
+        self.held, self.kept = (sum(sizes), [0] * len(layers)) if holds else (0, sizes)
+        self._is_held = [holds and index >= first_kept for index in range(len(layers))]
+        self.ahead = [layer.ahead * (is_ahead and not held) for layer, held in zip(layers, self._is_held, strict=True)]
         self.is_freed = work.uses_fsdp and work.reshards  # each layer, after its forward
 
     def kept_before(self, index: int) -> int:
@@ -49,7 +55,8 @@ class DequantizedWeights:
 
     def at(self, index: int, own: int) -> int:
         """Bytes while a layer runs, forward or backward, whose products use `own` bytes at a time."""
-        return self.kept_before(index) + max(own, self.kept[index]) + self.ahead[index]
+        own = 0 if self._is_held[index] else max(own, self.kept[index])
+        return self.kept_before(index) + own + self.ahead[index]
 
     def at_turn(self) -> int:
         """Bytes between forward and backward. The weight that comes first then is there, unless its layer was freed."""

@@ -76,7 +76,8 @@ class MemoryPlan:
             micro-batches are not recorded as one.
         dequantizes_ahead: whether a graph dequantizes a weight while the one before it is used
             (layers/quantized/weight_reader.py), so that there are two at a time.
-        num_kept_dequantized: layers, the last ones, whose dequantized weights a graph keeps from forward to backward.
+        num_kept_dequantized: layers, the last ones, whose dequantized weights a graph keeps from forward to backward,
+            or all graphs until the run ends (`Workload.holds_dequantized`).
     """
 
     work: Workload
@@ -183,14 +184,16 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
     resident = model.resident(with_training=True)
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
-    largest = _passes(work, model, uses, resident)
+    largest = _passes(work, model, uses, resident, DequantizedWeights(work))
+    weights = DequantizedWeights(work, num_kept)
     if num_kept is not None:  # the first steps have no graph; a graph sums gradients over ranks each time
-        in_graph = _passes(work, model, uses, resident | {"gradients": model.shard.adapters}, num_kept)
+        with_graph = resident | {"gradients": model.shard.adapters, "dequantized": weights.held}
+        in_graph = _passes(work, model, uses, with_graph, weights)
         largest = {phase: _largest((largest[phase], in_graph[phase])) for phase in largest}
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
         **largest,
-        "step": resident | {"gradients": model.step_gradients, "workspace": WORKSPACE},
+        "step": resident | {"gradients": model.step_gradients, "dequantized": weights.held, "workspace": WORKSPACE},
     }
     host, pinned = _host(work, model, uses)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
@@ -198,10 +201,9 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
 
 
 def _passes(
-    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], resident: BytesByPart, num_kept: int | None = None
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], resident: BytesByPart, weights: DequantizedWeights
 ) -> dict[str, BytesByPart]:
     """Bytes by part at the peaks of forward and backward."""
-    weights = DequantizedWeights(work, num_kept)
     forward = forward_moments(work, model, uses, weights)
     backward = backward_moments(work, model, uses, gradients_stay=resident["gradients"] > 0, weights=weights)
     return {

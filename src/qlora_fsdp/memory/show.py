@@ -11,7 +11,7 @@ from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second, waiting_share
-from qlora_fsdp.memory.suggest import Change, whole_copies
+from qlora_fsdp.memory.suggest import Change, dequantized_once, whole_copies
 from qlora_fsdp.memory.workload import Workload
 
 PARTS = {  # the rows of the table, in order
@@ -78,7 +78,8 @@ def read_bytes(work: Workload) -> int:
 
 def remarks(choice: Choice, target: float, gpu: Gpu) -> list[str]:
     """What a user should know of a plan besides, a line each."""
-    return [*_launch_lines(choice), *waiting_lines(choice.plan, gpu), *faster_lines(choice, target, gpu)]
+    faster = [*faster_lines(choice, target, gpu), *_held_lines(choice.plan, target, gpu)]
+    return [*_launch_lines(choice), *waiting_lines(choice.plan, gpu), *faster]
 
 
 def _launch_lines(choice: Choice) -> list[str]:
@@ -108,6 +109,16 @@ def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
     gain = whole.speed / tokens_per_second(plan.work, plan.policies, gpu) - 1
     needed = _gib(whole.plan.needed)
     return [f"There is room for the whole base on each GPU: {whole.text} needs {needed} GiB, and is {gain:.0%} faster"]
+
+
+def _held_lines(plan: MemoryPlan, target: float, gpu: Gpu) -> list[str]:
+    """One line if weights that are kept until backward could stay for the whole run, and that is faster; else none."""
+    held = dequantized_once(plan, target, gpu)
+    if held is None:
+        return []
+    gain = held.speed / planned_tokens_per_second(plan, gpu) - 1
+    needed = _gib(held.plan.needed)
+    return [f"Dequantized weights can stay for the whole run: {held.text} needs {needed} GiB, and is {gain:.0%} faster"]
 
 
 def changes_table(changes: Sequence[Change]) -> str:

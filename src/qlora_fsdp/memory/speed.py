@@ -53,7 +53,7 @@ def waiting_share(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float
 
 
 def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu, num_kept: int = 0) -> float:
-    """Tokens per second of all GPUs together, if the dequantized weights of `num_kept` layers stay until backward."""
+    """Tokens per second of all GPUs together, if the dequantized weights of `num_kept` layers stay."""
     tokens = work.num_tokens * work.num_micro_batches * work.num_ranks
     return tokens / step_seconds(work, policies, gpu, num_kept)
 
@@ -88,8 +88,9 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 
 def _saved_seconds(work: Workload, num_kept: int, gpu: Gpu) -> float:
-    """Seconds of a micro-batch that backward of the last layers does not need to dequantize weights."""
-    num_bytes = sum(layer.dequantized for layer in work.layers[work.num_layers - num_kept :])
+    """Seconds of a micro-batch that the last layers do not need to dequantize weights: in backward, or in any pass."""
+    num_passes = 2 + work.config.num_extra_forwards if work.holds_dequantized else 1
+    num_bytes = num_passes * sum(layer.dequantized for layer in work.layers[work.num_layers - num_kept :])
     return DEQUANTIZING * num_bytes / (gpu.memory_gb_s * 1e9 * MOVING)
 
 

@@ -11,19 +11,19 @@ from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import choose
+from qlora_fsdp.memory.choose import Choice, choose, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import fixed_policies
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.speed import tokens_per_second
+from qlora_fsdp.memory.speed import planned_tokens_per_second, tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
 MAX_RANKS = 1024
 MAX_TOGETHER = 3  # changes that are tried together
 MAX_SHOWN = 3  # changes that a user is shown
 MIN_LENGTH = 512  # tokens per sequence; shorter ones are not suggested
-MIN_GAIN = 0.03  # gain of speed from which on whole copies of the base are suggested
+MIN_GAIN = 0.03  # gain of speed from which on it is suggested to use memory that is left over
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,17 @@ def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
     choice = choose(_changed(work, (("fsdp.sharding_strategy", ShardingStrategy.NO_SHARD),)), target, gpu)
     change = Change("fsdp=no_shard", choice.plan, choice.fits, _speed(choice.plan, gpu))
     return change if change.fits and change.speed >= (1 + MIN_GAIN) * _speed(plan, gpu) else None
+
+
+def dequantized_once(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
+    """The run whose kept weights stay until it ends, if that is faster by at least `MIN_GAIN`; else None."""
+    value = ("memory.keep_dequantized", "run")
+    work = _changed(plan.work, (value,))
+    if not plan.num_kept_dequantized or plan.work.holds_dequantized or not work.holds_dequantized:
+        return None
+    held = use_spare(Choice(make_plan(work, plan.policies), True), target).plan
+    change = Change(show(*value), held, True, planned_tokens_per_second(held, gpu))
+    return change if change.speed >= (1 + MIN_GAIN) * planned_tokens_per_second(plan, gpu) else None
 
 
 def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:

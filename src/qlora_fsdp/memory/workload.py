@@ -102,6 +102,11 @@ class Workload:
         return self.config.fsdp.uses_fsdp(self.num_shards)
 
     @property
+    def holds_dequantized(self) -> bool:
+        """Whether dequantized weights that are kept stay until the run ends, and not only until backward."""
+        return self.config.memory.keep_dequantized == "run" and not self.uses_fsdp
+
+    @property
     def reads_peers(self) -> bool:
         """Whether layers' codes are read from the other GPUs and not gathered by FSDP (sharding/peer_codes.py)."""
         is_possible = self.config.fsdp.may_read_peers(self.num_ranks, self.local_num_ranks)

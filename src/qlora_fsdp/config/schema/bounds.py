@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ def bounds(*, at_least: float | None = None, above: float | None = None, below: 
     low = above if at_least is None else at_least
     assert low is not None, "a bounded setting has a lower bound"
     return {"bounds": Bounds(low, at_least is not None, below)}
+
+
+def one_of(*values: Any) -> dict[str, tuple[Any, ...]]:
+    """The metadata of a field that takes these values, which are not of one type."""
+    return {"values": values}
 
 
 # The metadata of a field that takes text or a list of texts.

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema.bounds import bounds
+from qlora_fsdp.config.schema.bounds import bounds, one_of
 
 
 class ShardingStrategy(Enum):
@@ -104,10 +104,11 @@ class MemoryConfig:
     # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
     # if the run fits or is faster so, by the memory plan. null: all at once.
     tile_tokens: Any = field(default="auto", metadata=bounds(at_least=64))
-    # Where the run leaves memory free, keep dequantized weights from forward to backward, of as many layers as there is
-    # room for. Backward then does not dequantize them again, and short steps are a tenth faster. This needs a CUDA
-    # graph (compute.cuda_graph).
-    keep_dequantized: bool = True
+    # Where the run leaves memory free, keep dequantized weights, of as many layers as there is room for. true: from
+    # forward to backward, which does not dequantize them again; short steps are a tenth faster. run: until the run
+    # ends, so that they are dequantized once; short steps are another tenth faster. A base that FSDP shards keeps them
+    # until backward in both cases. This needs a CUDA graph (compute.cuda_graph).
+    keep_dequantized: Any = field(default=True, metadata=one_of(True, False, "run"))
     # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
     # one. null: the free memory less 5 %, by which auto decides.
     target_gib: float | None = field(default=None, metadata=bounds(above=0))
@@ -135,7 +136,7 @@ class ComputeConfig:
     # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python. `auto`:
     # what can't be recorded is computed kernel by kernel, and the log says why. true: the same, but a run that can't
     # record its steps ends with an error.
-    cuda_graph: Any = "auto"
+    cuda_graph: Any = field(default="auto", metadata=one_of(True, False, "auto"))
 
 
 class Kernel(Enum):

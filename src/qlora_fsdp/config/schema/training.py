@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from qlora_fsdp.config.schema.bounds import bounds
+from qlora_fsdp.config.schema.bounds import bounds, one_of
 from qlora_fsdp.config.schema.model import Dtype
 
 
@@ -75,7 +75,7 @@ class TrainingConfig:
     # Put several rows into one sequence of max_length tokens, without letting them see one another. `auto`: where a
     # small model of the same kind shows that they do not; otherwise each row is a sequence, and the log says why. true:
     # the same, but a run whose rows would see one another ends with an error.
-    packing: Any = "auto"
+    packing: Any = field(default="auto", metadata=one_of(True, False, "auto"))
     # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused,
     # because it needs loss scaling, which is not here.
     precision: Dtype = Dtype.auto

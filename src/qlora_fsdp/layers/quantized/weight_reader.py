@@ -9,6 +9,8 @@ goes by with that. In a graph two things are different, and neither changes a bi
   dequantized on a second stream of lower priority: its kernels take what the first stream leaves.
 - Where memory would be left over, the weights of the last layers stay as they are until backward has used them. Each
   of them takes two bytes a parameter for that time (memory/moments.py), and is dequantized once in a micro-batch.
+- Or they stay until the run ends, and are dequantized once in all (`memory.keep_dequantized=run`). A graph never gives
+  its memory back, so a run at its peak needs no more for that.
 
 Which weight comes next is not derived from the model's code. A pass that is launched kernel by kernel notes in which
 order it reads weights, and the passes that are recorded follow that order as long as they read the same.
@@ -44,13 +46,18 @@ class WeightReader:
         model: its layers read their weights here while `noting` or `reading` lasts.
         device: where they compute. On a CPU, which tests use, a weight is dequantized ahead, but not beside others.
         keeping: transformer layers whose weights are kept from forward to backward.
+        holds: whether these are dequantized once, by `hold`, for all passes to come. Not where FSDP shards the codes.
 
     Attributes:
         order: the layers whose weights a pass has read, forward and backward.
         kept: the layers whose weights are kept, in the order of forward.
+        held: the kept weights, once they are dequantized for all passes.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, keeping: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, keeping: Iterable[nn.Module] = (), holds: bool = False
+    ) -> None:
+        self.holds, self.held = holds, dict[QuantizedLinear, _Weight]()
         self.layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         self.kept = [part for layer in keeping for part in layer.modules() if isinstance(part, QuantizedLinear)]
         self.order: list[QuantizedLinear] = []
@@ -66,15 +73,25 @@ class WeightReader:
         return max((layer.dequantized_bytes for layer in self.order), default=0)
 
     def keep_within(self, room: float) -> None:
-        """Keep only weights that are read more than once, and of these as many of the last ones as `room` bytes take.
+        """Keep only weights that will be read again, and of these as many of the last ones as `room` bytes take.
 
         Args:
             room: bytes; what is left of `ahead_bytes` is for them.
         """
-        again = [layer for layer, number in Counter(self.order).items() if number > 1 and layer in self.kept]
+        num_reads = Counter(self.order)
+        again = [layer for layer in num_reads if (num_reads[layer] > 1 or self.holds) and layer in self.kept]
         sizes = accumulate(layer.weight_bytes for layer in reversed(again))
         num_kept = sum(self.ahead_bytes + size <= room for size in sizes)
         self.kept = again[len(again) - num_kept :]
+
+    def hold(self) -> None:
+        """Dequantize the kept weights for all passes to come, if that is asked for. Graphs find them where they are."""
+        if self.holds:
+            self.held = {layer: _Weight(layer.dequantize(), None) for layer in self.kept}
+
+    def release(self) -> None:
+        """Free the weights that `hold` has made. There may be no graph any more that reads them."""
+        self.held = {}
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -113,7 +130,7 @@ class WeightReader:
 
     def _take(self, layer: QuantizedLinear) -> Tensor:
         """The weight of a layer. It is kept if it is read again, and the next one is started."""
-        weight = self._ready.pop(layer, None) or self._start(layer)
+        weight = self.held.get(layer) or self._ready.pop(layer, None) or self._start(layer)
         if weight.done is not None:
             torch.cuda.current_stream().wait_event(weight.done)
         is_expected = self.order[self._index : self._index + 1] == [layer]
@@ -121,7 +138,7 @@ class WeightReader:
         self._index += 1
         if self._keeps and layer in self.kept and layer in following:
             self._ready[layer] = _Weight(weight.values, None)
-        if following and following[0] not in self._ready and _is_whole(following[0]):
+        if following and following[0] not in self._ready | self.held and _is_whole(following[0]):
             self._ready[following[0]] = self._start(following[0])
         return weight.values
 

@@ -131,6 +131,8 @@ class CapturedPasses:
         if graph is not None:
             return graph.run(batch)
         self.evaluations.clear()  # kernels that are launched need the memory
+        if self.reader is not None:
+            self.reader.release()
         return self.eager.run(batch, is_last)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -197,6 +199,8 @@ class CapturedPasses:
         if self.steps.reason is not None:
             self.steps.refuse_if_required()
             log.info(f"Step: {NOT_RECORDED}: {self.steps.reason}")
+        elif self.reader is not None:
+            self.reader.hold()
 
     def _run_watched(self, batch: Batch, is_last: bool) -> Tensor:
         """Run a micro-batch kernel by kernel, and note whether the host waits for the device in it."""
@@ -258,6 +262,7 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     layers = prepared.model.layers
     keeping = [] if plan is None else layers[len(layers) - plan.num_kept_dequantized :]
     has_room = plan is None or plan.dequantizes_ahead
-    reader = WeightReader(prepared.model, processes.device, keeping) if has_room else None
+    holds = plan is not None and plan.work.holds_dequantized
+    reader = WeightReader(prepared.model, processes.device, keeping, holds) if has_room else None
     is_required = config.compute.cuda_graph is True
     return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, reader, is_required)
