@@ -16,7 +16,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.ownership import find_obstacle
-from qlora_fsdp.records.run_state import SUMMARY_FILE, RunState, read_json, read_run
+from qlora_fsdp.records.run_state import RunState, is_finished, read_run
 
 
 def check(config: Config, world: World) -> None:
@@ -53,7 +53,7 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
     elif obstacle := find_obstacle(folder):
         yield problem_with(config, "run.folder", *obstacle)
-    elif not config.run.overwrite and read_json(folder / SUMMARY_FILE).get("status") == "finished":
+    elif not config.run.overwrite and is_finished(folder):
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
         state = read_run(folder)
         if state.adapter is not None:

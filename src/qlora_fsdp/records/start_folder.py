@@ -27,13 +27,11 @@ from qlora_fsdp.records.run_state import (
     ATTEMPT,
     CHECKPOINTS,
     START_FOLDER,
-    SUMMARY_FILE,
     checkpoint_folders,
     describe_attempt,
+    is_finished,
     read_json,
 )
-
-DONE = "finished"  # the status of a run
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
@@ -70,7 +68,7 @@ def find_start(config: Config) -> Path:
     """The folder in which the adapter of `lora.start` is read: that of a run that is resumed, or the one typed."""
     checkpoint, run_folder = checkpoint_to_resume(config), own_checkpoints(config).parent
     copy = None if checkpoint is None else checkpoint.parent.parent / START_FOLDER
-    if checkpoint is None and not config.run.overwrite and read_json(run_folder / SUMMARY_FILE).get("status") == DONE:
+    if checkpoint is None and not config.run.overwrite and is_finished(run_folder):
         copy = run_folder / START_FOLDER  # a job of a sweep that has nothing left to do
     return copy if copy is not None and (copy / ADAPTER_CONFIG).is_file() else typed_folder(config)
 
