@@ -96,7 +96,14 @@ def train_replaying(cases: Mapping[str, tuple[Sequence[str], tuple[int, int] | N
 
 
 def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool = False) -> Trained:
-    num_recorded = 0
+    num_recorded, readers, held = 0, list[WeightReader](), list[int]()
+
+    class Launched(EagerPasses):
+        """Passes that are launched: no memory may be held then for graphs to read."""
+
+        def run(self, batch: Batch, is_last: bool) -> Tensor:
+            assert not readers[-1].held
+            return super().run(batch, is_last)
 
     def record(compute: Callable[[Batch], Tensor], batch: Batch, model: nn.Module, pool: Any) -> Any:
         nonlocal num_recorded
@@ -110,13 +117,14 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool
             with torch.set_grad_enabled(has_backward):
                 return compute(batch)
 
+        held.append(len(readers[-1].held))
         return SimpleNamespace(run=run, num_bytes=0, graph=SimpleNamespace(reset=lambda: None))
 
     def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
-        eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
+        eager = Launched(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
         holds = config.memory.keep_dequantized == "run"
-        reader = WeightReader(prepared.model, processes.device, prepared.model.layers[1:], holds)
-        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, math.inf, reader, is_required)
+        readers.append(WeightReader(prepared.model, processes.device, prepared.model.layers[1:], holds))
+        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, math.inf, readers[-1], is_required)
 
     with ExitStack() as stack:
         for module, name, value in (
@@ -129,7 +137,9 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool
             (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         ):
             stack.enter_context(patch.object(module, name, value))
-        return train_here(argv)
+        trained = train_here(argv)
+        assert all(number == 7 * readers[-1].holds for number in held) and not readers[-1].held
+        return trained
 
 
 def fail_replaying(argv: Sequence[str]) -> str:

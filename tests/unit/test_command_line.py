@@ -118,6 +118,9 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
     assert complete("qlora-fsdp push mod") == [] and complete("qlora-fsdp push ada") == ["adapter="]
     assert complete("qlora-fsdp merge wr") == ["write="] and complete("qlora-fsdp preflight hard") == ["hardware="]
     assert complete("qlora-fsdp train fsdp.cpu_offload=") == ["fsdp.cpu_offload=false ", "fsdp.cpu_offload=true "]
+    assert complete("qlora-fsdp train memory.keep_dequantized=") == [
+        f"memory.keep_dequantized={value} " for value in ("false", "run", "true")
+    ]
     for line in ("train data.path=x", "train --config ", "status "):
         assert complete(f"qlora-fsdp {line}") == [], "the shell completes names of files"
     assert main(["completion"]) == 0

@@ -111,9 +111,13 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("training.packing=always", "training.packing=always must be true, false or auto."),
         (
             "memory.keep_dequantized=always",
-            "memory.keep_dequantized=always must be true, false or run. Set memory.keep_dequantized=true, the default.",
+            "memory.keep_dequantized=always must be true, false or run. Set memory.keep_dequantized=true.",
         ),
-        ("memory.keep_dequantized=1", "memory.keep_dequantized=1 must be true, false or run."),
+        ("memory.keep_dequantized=RUN", "must be true, false or run. Set memory.keep_dequantized=run."),
+        ("memory.keep_dequantized=off", "must be true, false or run. Set memory.keep_dequantized=false."),
+        ("memory.keep_dequantized=1", "must be true, false or run. Set memory.keep_dequantized=true."),
+        ("memory.keep_dequantized='true'", "must be true, false or run. Leave out the quotes."),
+        ("training.packing=null", "must be true, false or auto. Set training.packing=false."),
         ("task.labels=[a,b]", "task.labels=[a,b] has no effect with task.name=causal_lm."),
         (
             "task=sequence_classification task.labels=[a,b]",

@@ -201,6 +201,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ),
         ("~lora.r", "removes a setting, which is not possible."),
         ("lora.r=8,16", "gives several values to one run. For a sweep add -m."),
+        ("memory.keep_dequantized=true,run", "gives several values to one run. For a sweep add -m."),
         ("quant.llm_int8_skip_modules=a,b", "add -m, for a list write quant.llm_int8_skip_modules=[a,b]."),
         ("data.path=a.jsonl,b.jsonl", "data.path='\"a.jsonl,b.jsonl\"'. For several data sets set data.mix='{"),
         ("data.path=a.jsonl,b.jsonl", "for a list write data.path=[a.jsonl,b.jsonl]"),

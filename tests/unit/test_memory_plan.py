@@ -39,7 +39,7 @@ from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, remarks, waiting_lines
-from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second
+from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, step_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.adapters.apply import apply_adapters
@@ -277,6 +277,33 @@ def test_a_base_that_fsdp_shards_keeps_dequantized_weights_until_backward():
     ]
     assert plans[0].phases == plans[1].phases and plans[1].num_kept_dequantized == 32
     assert "kept until backward" in describe_choice(plans[1])
+
+
+@pytest.mark.parametrize(
+    ("gib", "more", "why"),
+    [
+        (75, "fsdp=full_shard", "FSDP shards the base, so they stay until backward at most"),
+        (75, "compute.cuda_graph=false", "micro-batches are not recorded as a CUDA graph"),
+        (75, "compute=fp8", "no weights are dequantized for products"),
+        (12, "training.max_length=1024", "no memory is left over"),
+    ],
+)
+def test_weights_that_were_to_stay_and_cannot(gib: int, more: str, why: str):
+    settings = ["model=llama3-8b", "fsdp=no_shard", "memory=keep", *RECORDED, "memory.keep_dequantized=run", more]
+    work = workload(*settings, num_ranks=2)
+    said = remarks(use_spare(choose(work, gib * GIB, H200), gib * GIB), gib * GIB, H200)
+    assert f"memory.keep_dequantized=run does nothing here: {why}" in said
+
+
+@pytest.mark.parametrize("more", [[], ["task=preference", "preference.precompute=false"]])
+def test_what_a_kept_weight_saves(more: list[str]):
+    """A forward of the policy, one of the reference and a backward read a weight; it is dequantized once, or never."""
+    settings = ["model=llama3-8b", "training.max_length=1024", "memory=keep", *RECORDED, *more]
+    choices = [choose(workload(*settings, *held), 75 * GIB, H200) for held in ([], ["memory.keep_dequantized=run"])]
+    once, never = (use_spare(choice, 75 * GIB).plan for choice in choices)
+    seconds = [step_seconds(once.work, once.policies, H200, num_kept) for num_kept in (0, 32)]
+    saved = (seconds[0] - seconds[1]) / (2 if more else 1)
+    assert seconds[1] - step_seconds(never.work, never.policies, H200, 32) == pytest.approx(saved, rel=1e-6)
 
 
 @pytest.mark.parametrize("more", ["memory=recompute", "memory=offload", "compute.cuda_graph=false", "compute=fp8"])

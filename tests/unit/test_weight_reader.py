@@ -146,6 +146,21 @@ def test_held_weights_are_dequantized_once_for_all_passes(layers: nn.Sequential)
         assert layers[1].weight is not layers[1].weight
 
 
+def test_weights_that_there_is_no_memory_to_hold_are_kept_until_backward(layers: nn.Sequential):
+    reader = WeightReader(layers, CPU, keeping=layers, holds=True)
+    with reader.noting():
+        run(layers)
+    reader.keep_within(1e6)
+    given = [layers[0].dequantize(), torch.OutOfMemoryError("none left")]
+    with patch.object(QuantizedLinear, "dequantize", side_effect=given):
+        reader.hold()
+    assert not reader.held and not reader.holds
+    forget_hooks(layers)
+    with reader.reading():
+        done, _ = run(layers)
+    assert sorted(text for text in done if "dequantize" in text) == ["dequantize 0", "dequantize 1", "dequantize 2"]
+
+
 @pytest.mark.parametrize("holds", [False, True])
 def test_a_weight_that_is_read_once_a_pass_is_held_and_not_kept(layers: nn.Sequential, holds: bool):
     reader = WeightReader(layers, CPU, keeping=layers, holds=holds)

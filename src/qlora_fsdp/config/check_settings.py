@@ -27,7 +27,7 @@ from qlora_fsdp.config.schema import (
     QuantStorage,
     ShardingStrategy,
 )
-from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of, wrong_type
 from qlora_fsdp.config.trackers import check_trackers
 from qlora_fsdp.config.world import World
 
@@ -82,8 +82,7 @@ def _check_values(config: Config) -> Iterator[Problem]:
     for key, setting in all_settings().items():
         value, bounds = value_of(config, key), setting.bounds
         if setting.values and not any(value == each and type(value) is type(each) for each in setting.values):
-            fix = f"Set {show(key, setting.default)}, the default."
-            yield problem_with(config, key, f"must be {setting.expected}.", fix)
+            yield wrong_type(key, value)
         if bounds is not None and isinstance(value, (int, float)) and not bounds.allow(value):
             fix = f"Set {show(key, setting.default)}, the default, or another number in this range."
             yield problem_with(config, key, f"must be finite and {bounds}.", fix)

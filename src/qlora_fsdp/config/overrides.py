@@ -65,6 +65,7 @@ def prepare_overrides(
         elif override.is_sweep_override() and not sweep:
             value, setting = text.partition("=")[2], all_settings().get(key)
             kind = Any if setting is None and not options else getattr(setting, "type", None)
+            kind = kind if setting is None or not setting.words else None
             fix = "For a sweep add -m"
             fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
             fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."

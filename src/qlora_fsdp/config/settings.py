@@ -51,6 +51,11 @@ class Setting:
         return tuple(member.name for member in self.type) if isinstance(self.type, type(Enum)) else ()
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """All values that it may have, as they are typed; empty where these are not a few."""
+        return self.choices or tuple(map(_show_value, (True, False) if self.type is bool else self.values))
+
+    @property
     def has_texts(self) -> bool:
         """Whether the value is text, or texts, so that what looks like a number is none."""
         return self.type in (str, list[str], dict[str, str]) or self.text_or_list
@@ -61,7 +66,7 @@ class Setting:
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
         text = "text or a list such as [a,b]" if self.text_or_list else text
         if self.values:
-            *others, last = map(_show_value, self.values)
+            *others, last = self.words
             text = f"{', '.join(others)} or {last}"
         return text + (" or null" if self.is_optional else "")
 
@@ -92,7 +97,12 @@ EXAMPLES = {
     "data.columns": "'{prompt: question, completion: answer}'",
 }
 
-# What is meant by a word for on or off, where a setting has names for its values: the first of these that it has.
+# What is meant by a word for on or off, of settings that take true and false besides others.
+_TRUE_AND_FALSE = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "none", "never"), False),
+}
+# The same where a setting has names for its values: the first of these that it has.
 _ON_AND_OFF = {
     **dict.fromkeys(("true", "yes", "on", "1"), ("online",)),
     **dict.fromkeys(("false", "no", "off", "0"), ("disabled", "none", "torch")),
@@ -186,6 +196,8 @@ def wrong_type(key: str, value: Any) -> Problem:
     setting = all_settings()[key]
     best = _nearest_value(setting, value)
     fix = f"Set such a value, or leave {key} out." if best is None else f"Set {show(key, best)}."
+    if best is not None and show(key, best) == show(key, value):  # a text that reads as true, say
+        fix = "Leave out the quotes."
     if key in EXAMPLES:
         fix = f"Set such a value, as in {key}={EXAMPLES[key]}, or leave {key} out."
     return problem_about(
@@ -195,8 +207,12 @@ def wrong_type(key: str, value: Any) -> Problem:
 
 def _nearest_value(setting: Setting, value: Any) -> Any:
     """A value that may have been meant: the nearest one that the setting takes, or else its default. None: no idea."""
-    by_lower = {choice.lower(): choice for choice in setting.choices}
     word = str(value).lower()
+    if setting.values:
+        shown = {_show_value(each): each for each in setting.values}
+        nearest = difflib.get_close_matches(word, shown, n=1)
+        return _TRUE_AND_FALSE.get(word, shown[nearest[0]] if nearest else setting.default)
+    by_lower = {choice.lower(): choice for choice in setting.choices}
     meant = [choice for choice in _ON_AND_OFF.get(word, ()) if choice in by_lower]
     longer = [choice for choice in by_lower if word.startswith(f"{choice}_")]  # as constant_with_warmup
     nearest = meant or difflib.get_close_matches(word, by_lower, n=1) or longer

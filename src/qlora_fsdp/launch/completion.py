@@ -70,9 +70,7 @@ def _settings(word: str, own: Sequence[str]) -> Iterator[str]:
     folders = [conf_folder()]
     if equals:
         setting = all_settings().get(name)
-        values = group_options(name, folders) if setting is None else setting.choices
-        if setting is not None and setting.type is bool:
-            values = ("true", "false")
+        values = group_options(name, folders) if setting is None else setting.words
         yield from (f"{name}={value} " for value in values)
     else:
         yield from (f"{key}=" for key in own)

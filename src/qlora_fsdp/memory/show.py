@@ -112,13 +112,26 @@ def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
 
 
 def _held_lines(plan: MemoryPlan, target: float, gpu: Gpu) -> list[str]:
-    """One line if weights that are kept until backward could stay for the whole run, and that is faster; else none."""
+    """One line if weights could stay for the whole run and that is faster, or if they should and can't; else none."""
+    if plan.work.config.memory.keep_dequantized == "run" and (why := _why_none_held(plan)) is not None:
+        return [f"memory.keep_dequantized=run does nothing here: {why}"]
     held = dequantized_once(plan, target, gpu)
     if held is None:
         return []
     gain = held.speed / planned_tokens_per_second(plan, gpu) - 1
     needed = _gib(held.plan.needed)
     return [f"Dequantized weights can stay for the whole run: {held.text} needs {needed} GiB, and is {gain:.0%} faster"]
+
+
+def _why_none_held(plan: MemoryPlan) -> str | None:
+    """Why no dequantized weights stay for the whole run; None if some do."""
+    if plan.work.uses_fsdp:
+        return "FSDP shards the base, so they stay until backward at most"
+    if plan.beside_graph == 0:
+        return "micro-batches are not recorded as a CUDA graph"
+    if not any(layer.dequantized for layer in plan.work.layers):
+        return "no weights are dequantized for products"
+    return None if plan.num_kept_dequantized else "no memory is left over"
 
 
 def changes_table(changes: Sequence[Change]) -> str:

@@ -88,8 +88,8 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 
 def _saved_seconds(work: Workload, num_kept: int, gpu: Gpu) -> float:
-    """Seconds of a micro-batch that the last layers do not need to dequantize weights: in backward, or in any pass."""
-    num_passes = 2 + work.config.num_extra_forwards if work.holds_dequantized else 1
+    """Seconds that a micro-batch does not need to dequantize the weights of the last layers again, or at all."""
+    num_passes = 1 + int(work.config.computes_reference) + int(work.holds_dequantized)
     num_bytes = num_passes * sum(layer.dequantized for layer in work.layers[work.num_layers - num_kept :])
     return DEQUANTIZING * num_bytes / (gpu.memory_gb_s * 1e9 * MOVING)
 

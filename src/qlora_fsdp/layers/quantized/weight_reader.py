@@ -46,18 +46,18 @@ class WeightReader:
         model: its layers read their weights here while `noting` or `reading` lasts.
         device: where they compute. On a CPU, which tests use, a weight is dequantized ahead, but not beside others.
         keeping: transformer layers whose weights are kept from forward to backward.
-        holds: whether these are dequantized once, by `hold`, for all passes to come. Not where FSDP shards the codes.
+        holds: whether `hold` dequantizes these for all passes to come. It can't where FSDP shards the codes.
 
     Attributes:
         order: the layers whose weights a pass has read, forward and backward.
         kept: the layers whose weights are kept, in the order of forward.
-        held: the kept weights, once they are dequantized for all passes.
+        held: the weights that `hold` has dequantized.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, keeping: Iterable[nn.Module] = (), holds: bool = False
     ) -> None:
-        self.holds, self.held = holds, dict[QuantizedLinear, _Weight]()
+        self.holds, self.held = holds, dict[QuantizedLinear, Tensor]()
         self.layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         self.kept = [part for layer in keeping for part in layer.modules() if isinstance(part, QuantizedLinear)]
         self.order: list[QuantizedLinear] = []
@@ -73,24 +73,29 @@ class WeightReader:
         return max((layer.dequantized_bytes for layer in self.order), default=0)
 
     def keep_within(self, room: float) -> None:
-        """Keep only weights that will be read again, and of these as many of the last ones as `room` bytes take.
+        """Keep only weights that a pass reads more than once, and as many of the last ones as `room` bytes take.
+
+        What is held for all passes needs to be read once.
 
         Args:
             room: bytes; what is left of `ahead_bytes` is for them.
         """
         num_reads = Counter(self.order)
-        again = [layer for layer in num_reads if (num_reads[layer] > 1 or self.holds) and layer in self.kept]
-        sizes = accumulate(layer.weight_bytes for layer in reversed(again))
+        read = [layer for layer in num_reads if layer in self.kept and (self.holds or num_reads[layer] > 1)]
+        sizes = accumulate(layer.weight_bytes for layer in reversed(read))
         num_kept = sum(self.ahead_bytes + size <= room for size in sizes)
-        self.kept = again[len(again) - num_kept :]
+        self.kept = read[len(read) - num_kept :]
 
     def hold(self) -> None:
-        """Dequantize the kept weights for all passes to come, if that is asked for. Graphs find them where they are."""
-        if self.holds:
-            self.held = {layer: _Weight(layer.dequantize(), None) for layer in self.kept}
+        """Dequantize the kept weights for all passes to come. If memory is missing, they are kept until backward."""
+        torch.cuda.empty_cache()  # what they would leave of the memory of launched passes, no graph could use
+        try:
+            self.held = {layer: layer.dequantize() for layer in self.kept}
+        except torch.OutOfMemoryError:
+            self.holds = False
 
     def release(self) -> None:
-        """Free the weights that `hold` has made. There may be no graph any more that reads them."""
+        """Free the weights that `hold` has made. There must be no graph any more that reads them."""
         self.held = {}
 
     @contextmanager
@@ -130,7 +135,7 @@ class WeightReader:
 
     def _take(self, layer: QuantizedLinear) -> Tensor:
         """The weight of a layer. It is kept if it is read again, and the next one is started."""
-        weight = self.held.get(layer) or self._ready.pop(layer, None) or self._start(layer)
+        weight = self._ready.pop(layer, None) or self._start(layer)
         if weight.done is not None:
             torch.cuda.current_stream().wait_event(weight.done)
         is_expected = self.order[self._index : self._index + 1] == [layer]
@@ -138,16 +143,18 @@ class WeightReader:
         self._index += 1
         if self._keeps and layer in self.kept and layer in following:
             self._ready[layer] = _Weight(weight.values, None)
-        if following and following[0] not in self._ready | self.held and _is_whole(following[0]):
+        if following and following[0] not in self._ready and _is_whole(following[0]):
             self._ready[following[0]] = self._start(following[0])
         return weight.values
 
     def _start(self, layer: QuantizedLinear) -> _Weight:
-        """Queue the dequantization of a weight behind all that was queued on the current stream so far.
+        """A weight that is held, or one whose dequantization is queued behind all that the current stream has to do.
 
         Tensors that are made on the second stream come from memory of its own, which it may write to again when nobody
         holds the tensor. Whoever has read it was queued before, so the wait makes that safe.
         """
+        if layer in self.held:
+            return _Weight(self.held[layer], None)
         if self.stream is None:
             return _Weight(layer.dequantize(), None)
         self.stream.wait_stream(torch.cuda.current_stream())

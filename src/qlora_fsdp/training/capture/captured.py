@@ -184,6 +184,8 @@ class CapturedPasses:
                 recorded.graph.reset()
         self.steps.by_key.clear()
         self.evaluations.by_key.clear()
+        if self.reader is not None:
+            self.reader.release()
 
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
@@ -199,8 +201,15 @@ class CapturedPasses:
         if self.steps.reason is not None:
             self.steps.refuse_if_required()
             log.info(f"Step: {NOT_RECORDED}: {self.steps.reason}")
-        elif self.reader is not None:
-            self.reader.hold()
+        elif self.reader is not None and self.reader.holds:
+            self._hold(self.reader)
+
+    def _hold(self, reader: WeightReader) -> None:
+        """Dequantize the weights that stay until the run ends."""
+        reader.hold()
+        num_bytes = sum(weight.nbytes for weight in reader.held.values())
+        stay = f"{len(reader.held)} dequantized weights stay until the run ends, {num_bytes / GIB:.1f} GiB"
+        log.info(f"Step: {stay if reader.held else 'there is no memory left for dequantized weights to stay in'}")
 
     def _run_watched(self, batch: Batch, is_last: bool) -> Tensor:
         """Run a micro-batch kernel by kernel, and note whether the host waits for the device in it."""
