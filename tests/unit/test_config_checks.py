@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -369,18 +368,6 @@ class TestRunFolder:
     def test_unfinished_run_may_go_on(self, tmp_path: Path, summary: str) -> None:
         mark(tmp_path)
         (tmp_path / "summary.json").write_text(summary)
-        assert complaints(configure(f"run.folder={tmp_path}")) == []
-
-    def test_a_finished_run_without_a_summary_is_kept(self, tmp_path: Path) -> None:
-        """The file system was full when it ended: each start writes an environment, and only the end an adapter."""
-        mark(tmp_path)
-        (tmp_path / ".lock").touch()
-        for name in ("config.yaml", "environment.json"):
-            (tmp_path / name).touch()
-        (tmp_path / "adapter").mkdir()
-        (message,) = complaints(configure(f"run.folder={tmp_path}"))
-        assert "already holds a finished run" in message
-        os.utime(tmp_path / "adapter", (1, 1))  # of a run before the last start
         assert complaints(configure(f"run.folder={tmp_path}")) == []
 
     def test_what_no_run_wrote_is_kept(self, tmp_path: Path) -> None:

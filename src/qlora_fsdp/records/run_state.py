@@ -140,7 +140,7 @@ def read_run(folder: Path) -> RunState:
     lines = list(read_metrics(folder, last=True))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     last, evaluated = steps[-1] if steps else {}, evaluations[-1] if evaluations else {}
-    status, timed = _status(folder, summary), steps[-NUM_STEPS_TIMED:]
+    status, timed = _text(summary, "status") or _status(folder), steps[-NUM_STEPS_TIMED:]
     losses = [_number(line, "loss") for line in steps if not line.get("skipped")]
     losses = [loss for loss in losses if loss is not None][-NUM_FINAL:]
     checkpoints = checkpoint_folders(folder / CHECKPOINTS)
@@ -171,8 +171,8 @@ def read_run(folder: Path) -> RunState:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in a folder has done all of its steps."""
-    return _status(folder, read_json(folder / SUMMARY_FILE)) == "finished"
+    """Whether the run in a folder has done all that it does, its summary last."""
+    return _text(read_json(folder / SUMMARY_FILE), "status") == "finished"
 
 
 def slurm_queue(seconds: float = 60) -> dict[str, str]:
@@ -274,10 +274,8 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _status(folder: Path, summary: Mapping[str, Any]) -> str:
-    """The status of a run: what its summary says, or what its files show where it has none."""
-    if (told := _text(summary, "status")) is not None:
-        return told
+def _status(folder: Path) -> str:
+    """The status of a run without a summary."""
     if not _is_run_folder(folder):
         return "new"
     files = [folder / name for name in (METRICS_FILE, LOG_FILE, ENVIRONMENT_FILE)]

@@ -73,9 +73,9 @@ class WeightReader:
         return max((layer.dequantized_bytes for layer in self.order), default=0)
 
     def keep_within(self, room: float) -> None:
-        """Keep only weights that a pass reads more than once, and as many of the last ones as `room` bytes take.
+        """Keep only weights that will be read again, and of these as many of the last ones as `room` bytes take.
 
-        What is held for all passes needs to be read once.
+        A pass has to read a weight twice for that, or the weight is held for all passes.
 
         Args:
             room: bytes; what is left of `ahead_bytes` is for them.
