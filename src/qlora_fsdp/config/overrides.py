@@ -64,8 +64,8 @@ def prepare_overrides(
             problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
         elif override.is_sweep_override() and not sweep:
             value, setting = text.partition("=")[2], all_settings().get(key)
-            kind = Any if setting is None and not options else getattr(setting, "type", None)
-            kind = kind if setting is None or not setting.words else None
+            is_open = not options if setting is None else not setting.words  # it takes more than a few values
+            kind = getattr(setting, "type", Any) if is_open else None
             fix = "For a sweep add -m"
             fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
             fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."

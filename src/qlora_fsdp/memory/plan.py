@@ -184,16 +184,17 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
     resident = model.resident(with_training=True)
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
-    largest = _passes(work, model, uses, resident, DequantizedWeights(work))
-    weights = DequantizedWeights(work, num_kept)
+    largest, held = _passes(work, model, uses, resident, DequantizedWeights(work)), 0
     if num_kept is not None:  # the first steps have no graph; a graph sums gradients over ranks each time
-        with_graph = resident | {"gradients": model.shard.adapters, "dequantized": weights.held}
+        weights = DequantizedWeights(work, num_kept)
+        held = weights.held
+        with_graph = resident | {"gradients": model.shard.adapters, "dequantized": held}
         in_graph = _passes(work, model, uses, with_graph, weights)
         largest = {phase: _largest((largest[phase], in_graph[phase])) for phase in largest}
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
         **largest,
-        "step": resident | {"gradients": model.step_gradients, "dequantized": weights.held, "workspace": WORKSPACE},
+        "step": resident | {"gradients": model.step_gradients, "dequantized": held, "workspace": WORKSPACE},
     }
     host, pinned = _host(work, model, uses)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0

@@ -1,7 +1,7 @@
 """How weights are dequantized in what is recorded as a CUDA graph: beside products, and once where there is room.
 
 A layer dequantizes its weight when it reads it: in forward, and again in backward. A quarter of a short micro-batch
-goes by with that. In a graph two things are different, and neither changes a bit:
+goes by with that. In a graph three things may be different, and none changes a bit:
 
 - The next weight is dequantized while a product runs with the one before it. Dequantization waits for memory, and a
   product for the multiprocessors' arithmetic. A product leaves multiprocessors idle at its end, when fewer tiles are
@@ -10,7 +10,7 @@ goes by with that. In a graph two things are different, and neither changes a bi
 - Where memory would be left over, the weights of the last layers stay as they are until backward has used them. Each
   of them takes two bytes a parameter for that time (memory/moments.py), and is dequantized once in a micro-batch.
 - Or they stay until the run ends, and are dequantized once in all (`memory.keep_dequantized=run`). A graph never gives
-  its memory back, so a run at its peak needs no more for that.
+  its memory back, so a run at its peak needs hardly more for that.
 
 Which weight comes next is not derived from the model's code. A pass that is launched kernel by kernel notes in which
 order it reads weights, and the passes that are recorded follow that order as long as they read the same.
