@@ -43,6 +43,7 @@ usage: qlora-fsdp chat [adapter=DIR] [launch.num_processes=N] [setting=value ...
   max_new_tokens=512  an answer's tokens, at most
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
   top_p=1, seed=0     of sampling
+  other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
 
 In the chat: /reset forgets all turns, /system TEXT sets the system turn and forgets them, /exit (or Ctrl-D) ends.
 Arrow keys bring back earlier lines. Ctrl-C stops an answer that is being written (of one process).
@@ -77,7 +78,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
         from qlora_fsdp.inference.prompts import check_template
         from qlora_fsdp.inference.trained import load_trained
 
-    trained = load_trained(config, settings.adapter, processes, generates=True)
+    trained = load_trained(config, settings, processes, generates=True)
     check_template(trained.tokenizer, "chat")
     tell_system_prompt(system)
     form = read_trained_on(settings.adapter)

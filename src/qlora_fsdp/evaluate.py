@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
@@ -36,6 +36,7 @@ usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
   adapter=DIR     the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   data.path=FILE  rows as for training, all of them; data.* and training.max_length=2048 as there, to be typed again
   out=FILE.json   write the figures there too
+  other_base=true use the adapter on a base with other weights than those that it was trained on (default: false)
 
 Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as there:
   tasks=NAMES     tasks, groups, tags, or YAML files of your own, with commas between
@@ -53,7 +54,7 @@ examples:
 
 
 @dataclass
-class EvaluateSettings(AdapterSettings):
+class EvaluateSettings(BaseAndAdapterSettings):
     """Settings of `evaluate`, as its --help says."""
 
     out: str | None = None
@@ -85,7 +86,7 @@ def _without_tasks(settings: EvaluateSettings) -> Iterator[Problem]:
     of_data = {"limit": "data.split=train[:N]", "max_length": "training.max_length=N"}
     for field in fields(EvaluateSettings):
         value = getattr(settings, field.name)
-        if field.name not in ("adapter", "out") and value != field.default:
+        if field.name not in ("adapter", "out", "other_base") and value != field.default:
             fix = f"For data set {of_data[field.name]}." if field.name in of_data else "Leave it out."
             yield Problem(show(field.name, value), "has no effect without tasks=.", fix)
 
@@ -114,7 +115,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.training.evaluate import evaluate
         from qlora_fsdp.training.memory_use import PhasePeaks
 
-    trained = load_trained(config, settings.adapter, processes)
+    trained = load_trained(config, settings, processes)
     config = trained.settle(config)
     for note in trained.notes:
         log.info(f"Note: {note}")
@@ -153,7 +154,7 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     from qlora_fsdp.inference.trained import load_trained
 
     manager = find_tasks(names)
-    trained = load_trained(config, settings.adapter, processes, generates=True)
+    trained = load_trained(config, settings, processes, generates=True)
     started = time.perf_counter()
     found = evaluate_tasks(
         SharedLM(ModelInStep(trained, processes), config, settings.batch_size, settings.max_length),

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import is_unicode, plural, shorten
-from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
+from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
@@ -42,6 +42,7 @@ usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [s
   top_p=1             sample among the likeliest tokens that make up this much probability
   batch_size=N        prompts a process at a time, at most (default: 64, or as many as its GPU has memory for)
   seed=0              of sampling
+  other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
 
 Several processes share the prompts if each can hold the whole model, and else the model's weights.
 
@@ -56,7 +57,7 @@ MAX_SEED = 2**31  # that of training.seed. torch takes 64 bits, in which the ran
 
 
 @dataclass
-class GenerateSettings(AdapterSettings):
+class GenerateSettings(BaseAndAdapterSettings):
     """Settings of `generate`, as its --help says."""
 
     prompt: str | None = None
@@ -83,7 +84,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     with quick_imports():
         from qlora_fsdp.inference.trained import load_trained, num_positions
 
-    trained = load_trained(config, settings.adapter, processes, generates=True)
+    trained = load_trained(config, settings, processes, generates=True)
     prompts = _tokenize(rows, trained, settings, config.data.system_prompt)
     _check_lengths(prompts, settings, num_positions(trained))
     parts = processes.gather(complete(prompts, trained, settings, config, processes), patiently=True)

@@ -19,7 +19,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
-from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
+from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import (
     Config,
     DataFormat,
@@ -51,6 +51,7 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4)
   report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
   report_rows=8       how many of them
+  other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
   write=adapter       instead of a model the adapter alone, as vLLM reads it: with one adapter for each expert of a
                       mixture, and one scaling for all layers
 
@@ -63,7 +64,7 @@ MAX_REPORT_TOKENS = 512  # per row, because the logits of all rows are held at o
 
 
 @dataclass
-class MergeSettings(AdapterSettings):
+class MergeSettings(BaseAndAdapterSettings):
     """Settings of `merge`, as its --help says."""
 
     out: str | None = None
@@ -92,7 +93,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         built_as = replace(config, quant=quant)
     adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":
-        trained = assemble_trained(config, settings.adapter, processes)
+        trained = assemble_trained(config, settings, processes)
         with merging_to(out):
             export_adapter(trained, adapter, out)
         log.info(f"Written: {out}, an adapter as vLLM reads it, by --lora-modules NAME={out}.")
@@ -100,7 +101,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     is_there = (out / "config.json").is_file()  # which a merge writes last
     merge_files(
         Merge(
-            assemble_trained(built_as, settings.adapter, processes),
+            assemble_trained(built_as, settings, processes),
             adapter,
             out,
             settings.base == "dequantized",
@@ -146,13 +147,13 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
     import torch
     from torch.nn import functional as F
 
-    trained = _log_probabilities(config, settings.adapter, settings, processes)
+    trained = _log_probabilities(config, settings, settings.report_rows, processes)
     # The merged model is in full precision, unless its own config.json says otherwise.
     if (Path(settings.out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
         config.model.tokenizer_path, config.tokenizer = None, TokenizerConfig()
     config.model.path, config.quant.load_in_4bit, config.quant.load_in_8bit = settings.out, False, False
     config.quant.embeddings = EmbeddingStorage.none
-    merged = _log_probabilities(config, None, settings, processes)
+    merged = _log_probabilities(config, BaseAndAdapterSettings(), settings.report_rows, processes)
     divergences, losses = [], []
     for (old, targets), (new, _) in zip(trained, merged, strict=True):
         divergences.append(F.kl_div(new, old, log_target=True, reduction="none").sum(-1))
@@ -171,7 +172,7 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
 
 
 def _log_probabilities(
-    config: Config, adapter: str | None, settings: MergeSettings, processes: Processes
+    config: Config, settings: BaseAndAdapterSettings, num_rows: int, processes: Processes
 ) -> list[tuple[Tensor, Tensor]]:
     """For each row the log-probabilities [num_targets, vocabulary] (float32, CPU) and the targets [num_targets]."""
     import torch
@@ -179,12 +180,12 @@ def _log_probabilities(
     from qlora_fsdp.data.run_data import prepare_data
     from qlora_fsdp.inference.trained import load_trained
 
-    trained = load_trained(config, adapter, processes, generates=True)
+    trained = load_trained(config, settings, processes, generates=True)
     config.task.name = TaskName.causal_lm  # the rows are text, also where the adapter learned preferences
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
     data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size, for_training=False).train
     found = []
-    for number in range(min(settings.report_rows, len(data))):
+    for number in range(min(num_rows, len(data))):
         ((tokens, is_target),) = data.rows_of(number)
         ids, mask = torch.from_numpy(tokens.astype("int64")), torch.from_numpy(is_target[1:].copy())
         with torch.inference_mode():

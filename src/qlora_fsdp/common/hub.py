@@ -1,4 +1,7 @@
-"""The config.json of a model on the Hugging Face hub, without the rest of the model. Imports no torch."""
+"""A model of the Hugging Face hub, without asking for the whole of it: its config.json, or what the hub's cache has.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +50,14 @@ def fetch_config_json(name: str, revision: str | None) -> Path:
                 "model.path=FOLDER. Or set model to a preset, which needs no download (docs/models.md)."
             )
     raise CheckpointError(f"model.path={name} {reason} {fix}") from failure
+
+
+def find_cached_model(name: str) -> Path | None:
+    """Finds the folder in which the hub's cache has a model's weights. None if it has none; the hub is not asked."""
+    from huggingface_hub import snapshot_download
+
+    with suppress(Exception):  # it is not there, or the name is none
+        folder = Path(snapshot_download(name, local_files_only=True))
+        if any(folder.glob("*.safetensors")):
+            return folder
+    return None

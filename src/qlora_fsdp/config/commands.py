@@ -60,6 +60,17 @@ class AdapterSettings:
     adapter: str | None = None
 
 
+@dataclass
+class BaseAndAdapterSettings(AdapterSettings):
+    """The settings of every command that puts an adapter on its base.
+
+    Attributes:
+        other_base: do so with a base that has other weights than the adapter was trained on, in the same shapes.
+    """
+
+    other_base: bool = False
+
+
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 
@@ -211,6 +222,11 @@ def read_trained_on(adapter: str | None) -> DataFormat | None:
 def read_started_from(adapter: str | None) -> str | None:
     """Returns the SHA-256 of the weights that an adapter's training started from; None if its folder names none."""
     return _read_note(adapter, STARTED_FROM)
+
+
+def read_base_fingerprint(adapter: str | None) -> str | None:
+    """Returns the fingerprint of the base that an adapter was trained on; None if its folder names none."""
+    return _read_note(adapter, BASE_FINGERPRINT)
 
 
 def _read_note(adapter: str | None, name: str) -> str | None:

@@ -141,7 +141,7 @@ def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem
             yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
     yield from order_problems(config, start.labels, show(SETTING, config.lora.start))
     name = config.model.path or config.model.name
-    if start.fingerprint is None and start.base is not None and not _may_be_same(name, start.base):
+    if start.fingerprint is None and start.base is not None and not may_be_same(name, start.base):
         reason = f"is not the base of {show(SETTING, config.lora.start)}, which was trained on {start.base}."
         fix = f"Set model.path={start.base}, or leave the model out. If both are one model, write the one's name as "
         fix += "base_model_name_or_path into the adapter's adapter_config.json."
@@ -174,7 +174,7 @@ def _unordered(value: Any) -> Any:
     return sorted(set(value)) if isinstance(value, list) else value
 
 
-def _may_be_same(one: str, other: str) -> bool:
+def may_be_same(one: str, other: str) -> bool:
     """Whether two names may be one model: folders and hub names are compared by their last part."""
     return one == other or _last_part(one) == _last_part(other)
 

@@ -11,15 +11,17 @@ import torch
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter_config import read_lora
+from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerprint
 from qlora_fsdp.config.schema import Config, TaskConfig
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
 from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.read import NO_ADAPTER, SavedAdapter
+from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
-from qlora_fsdp.model.base_files import describe_base
+from qlora_fsdp.model.base_files import check_base, describe_base
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.hardware import dtype_name
@@ -32,21 +34,23 @@ WHOLE_SHARE = 0.6  # of a GPU's free memory that a whole model may take; the res
 
 
 def assemble_trained(
-    config: Config, adapter: str | None, processes: Processes, generates: bool = False
+    config: Config, settings: BaseAndAdapterSettings, processes: Processes, generates: bool = False
 ) -> AssembledModel:
     """The base on meta with the adapter's layers, without any weights. Collective.
 
     Args:
         config: settings of the base, which an adapter's folder has.
-        adapter: PEFT's folder of a LoRA adapter; None for the base alone.
+        settings: the command's: PEFT's folder of a LoRA adapter, or None for the base alone, and whether the base may
+            be another one.
         processes: all ranks take part.
         generates: the model is for `generate`: its attention has to know a cache and padding on the left.
 
     Raises:
-        AdapterError: the adapter is not LoRA, does not fit the base, or has NaN or infinite values.
+        AdapterError: the adapter is not LoRA, does not fit the base, was trained on another one, or has NaN or infinite
+            values.
     """
     check_bitsandbytes(config, processes.device)
-    folder = None if adapter is None else Path(adapter).expanduser()
+    folder = None if settings.adapter is None else Path(settings.adapter).expanduser()
     saved = None if folder is None else SavedAdapter(folder)
     lora = NO_ADAPTER if folder is None else replace(read_lora(folder), lora_dropout=0.0)
     tokens = NO_TOKENS if saved is None else saved.read_tokens()
@@ -66,26 +70,38 @@ def assemble_trained(
         ) from error
     if saved is not None:
         saved.check(trained.model.model)
+        if not settings.other_base:
+            check_base(
+                trained,
+                read_base_fingerprint(settings.adapter),
+                processes,
+                base=show("model.path", config.model.path or config.model.name),
+                adapter=str(saved),
+                fix=f". {BASE_FIX}. If you want the adapter on these all the same, type other_base=true.",
+            )
         saved.check_values(processes)
     return trained
 
 
-def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> AssembledModel:
+def load_trained(
+    config: Config, settings: BaseAndAdapterSettings, processes: Processes, generates: bool = False
+) -> AssembledModel:
     """Assemble as `assemble_trained` does, and load base and adapter. The model is in evaluation mode. Collective.
 
     Several ranks each get the whole model where it fits, else a shard.
 
     Args:
         config: settings of the base, which an adapter's folder has.
-        adapter: PEFT's folder of a LoRA adapter; None for the base alone.
+        settings: the command's: PEFT's folder of a LoRA adapter, or None for the base alone, and whether the base may
+            be another one.
         processes: all ranks take part.
         generates: the model is for `generate`. Otherwise it has the reference of its preference, if it learned one.
 
     Raises:
-        AdapterError: the adapter is not LoRA, does not fit the base, or has NaN or infinite values; or the one that
-            its preference's loss compares it with is not to be found.
+        AdapterError: the adapter is not LoRA, does not fit the base, was trained on another one, or has NaN or
+            infinite values; or the one that its preference's loss compares it with is not to be found.
     """
-    trained = assemble_trained(config, adapter, processes, generates)
+    trained, adapter = assemble_trained(config, settings, processes, generates), settings.adapter
     meta, device = trained.meta, processes.device
     if config.model.cache_quantized:  # an adapter's settings may come from another machine: nothing is written
         base, folder = describe_base(meta.assignments, processes), config.model.cache_folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.assignment import Assignment
@@ -30,3 +31,26 @@ def describe_base(assignments: Sequence[Assignment], processes: Processes) -> st
         result = fingerprint(stored.values()) if stored else None
     shared: str | None = processes.share(result)
     return shared
+
+
+def check_base(
+    assembled: AssembledModel, fingerprint: str | None, processes: Processes, *, base: str, adapter: str, fix: str
+) -> None:
+    """Refuse a base with other weights than an adapter was trained on, whatever its folder is called. Collective.
+
+    A model and what was made of it, such as a base and its instruct version, have weights of the same shapes. So an
+    adapter that fits is no proof that it belongs there.
+
+    Args:
+        assembled: the base with the adapter's layers, before anything else fills them than its files.
+        fingerprint: `describe_layers` of the base in training; None if it is unknown, and nothing is compared.
+        processes: all ranks take part.
+        base: the setting that names the base, with its value.
+        adapter: the same of the adapter.
+        fix: what to do about it.
+
+    Raises:
+        AdapterError: the weights are others.
+    """
+    if fingerprint is not None and describe_layers(assembled, processes) != fingerprint:
+        raise AdapterError(f"{base} holds other weights than those that {adapter} was trained on{fix}")

@@ -15,7 +15,7 @@ from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters.read import BASE_FIX, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
-from qlora_fsdp.model.base_files import describe_layers
+from qlora_fsdp.model.base_files import check_base
 from qlora_fsdp.model.run_tokenizer import tokenizer_folder
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import START_FOLDER
@@ -72,29 +72,16 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
     fix = BASE_FIX
     fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
     start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(config, tokens))
-    _check_same_base(start, about, config, describe_layers(assembled, processes))
+    check_base(
+        assembled,
+        about.fingerprint,
+        processes,
+        base=show("model.path", config.model.path or config.model.name),
+        adapter=str(start),
+        fix=f", which was called {about.base}. Set model.path to these.",
+    )
     start.check_values(processes)
     return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
-
-
-def _check_same_base(start: SavedAdapter, about: StartAdapter, config: Config, fingerprint: str | None) -> None:
-    """Refuse a base with other weights than the adapter was trained on, whatever its folder is called.
-
-    Args:
-        start: the adapter.
-        about: what its folder says.
-        config: the run's settings.
-        fingerprint: the fingerprint of the run's base; None for random weights.
-
-    Raises:
-        AdapterError: the folder knows its base, and this is another one.
-    """
-    if about.fingerprint is not None and about.fingerprint != fingerprint:
-        base = config.model.path or config.model.name
-        raise AdapterError(
-            f"model.path={base} holds other weights than those that {start} was trained on, which was called "
-            f"{about.base}. Set model.path to these."
-        )
 
 
 def _about_tokens(config: Config, tokens: AddedTokens) -> str:
