@@ -230,7 +230,7 @@ def list_once(modules: list[Module]) -> Iterator[str]:
 
 def find_imports(module: Module, names: set[str]) -> set[str]:
     """The modules among `names` that a module imports, anywhere in it."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -292,8 +292,7 @@ def list_twice(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         stems[module.file.stem].append(module.file)
         for node in module.tree.body:
-            is_named = isinstance(node, ast.ClassDef | Function)
-            if is_named and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
                 names[node.name].append(module.file)
     for name, files in sorted(names.items()):
         if len(files) > 1:

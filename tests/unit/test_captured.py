@@ -16,8 +16,7 @@ from qlora_fsdp.memory.capture import check_graph, is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.training.capture.batch_key import Key, fill, with_room
-from qlora_fsdp.training.capture.graphs import Graphs
-from qlora_fsdp.training.capture.recording import Recorded
+from qlora_fsdp.training.capture.graphs import Graphs, Recorded
 
 STEPS = ("training.max_steps=1", "training.max_length=2048")
 

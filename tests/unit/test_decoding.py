@@ -29,10 +29,9 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from qlora_fsdp.decoding.completer import Completer, Request
-from qlora_fsdp.decoding.prompts import Prompts
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.slots import SlotCache
-from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.decoding.steps import Prompts, Steps
 from qlora_fsdp.decoding.trial import why_not_in_slots
 
 CPU = torch.device("cpu")
@@ -131,7 +130,7 @@ def test_slots_are_given_back_at_once():
 
 def test_prompts_are_padded_alike_where_no_graph_can_be_recorded(monkeypatch: pytest.MonkeyPatch):
     """The other ranks of a sharded model may have recorded theirs: results of one shape travel."""
-    monkeypatch.setattr("qlora_fsdp.decoding.prompts.record", lambda *args: None)
+    monkeypatch.setattr("qlora_fsdp.decoding.steps.record", lambda *args: None)
     shapes: list[tuple[int, ...]] = []
     reader = Prompts(lambda tokens, positions: shapes.append(tuple(tokens.shape)), 256, CPU, pool=object())
     for _ in range(3):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.decoding import likelihoods
-from qlora_fsdp.decoding.likelihoods import Scorer, Text, find_rows
+from qlora_fsdp.decoding.likelihoods import Scorer, Text, group_by_question
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 
@@ -31,7 +31,7 @@ def texts() -> list[Text]:
 
 
 def test_answers_to_one_question_share_a_row():
-    rows = find_rows(texts())
+    rows = group_by_question(texts())
     assert sorted(number for row in rows for of_answer in row.answers.values() for number in of_answer) == [*range(12)]
     assert [list(row.answers.values()) for row in rows if row.num_texts > 1] == [[[1, 6]], [[7], [8, 10], [9]]]
 

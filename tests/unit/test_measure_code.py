@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from scripts import measure_code
 from scripts.measure_code import Module, count_branches, count_code
 

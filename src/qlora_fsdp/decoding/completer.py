@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import next_power_of_two, round_up
-from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
-from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.slots import SlotCache, attending
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
@@ -108,10 +107,16 @@ class Completer:
         prompt_tokens: int = PROMPT_TOKENS,
         by_rows: ByRows | None = None,
     ) -> None:
-        self.base, self.device, self.sampling = base, device, sampling
-        self.ends, self.pad_token_id = frozenset(end_token_ids), pad_token_id
-        self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
-        self.by_rows, self.layers = by_rows, by_rows or DecodeLayers(base)
+        self.base = base
+        self.device = device
+        self.sampling = sampling
+        self.ends = frozenset(end_token_ids)
+        self.pad_token_id = pad_token_id
+        self.max_slots = max_slots
+        self.captures = captures
+        self.prompt_tokens = prompt_tokens
+        self.by_rows = by_rows
+        self.layers = by_rows or DecodeLayers(base)
         self.steps: Steps | None = None
         self.num_wanted = 0  # slots that there would be if there were memory for all
 
@@ -157,17 +162,23 @@ class Completer:
         buffers = [_host_tokens(steps) for _ in range(3)]
         while (queue or any(running) or launched) and not is_stopped():
             free = [slot for slot, request in enumerate(running) if request is None]
-            if queue and (len(free) >= max(1, steps.num_slots // 4) or len(free) >= len(queue)):
+            # Reading prompts stops the steps, so it is done for many of them, or for all that are left.
+            enough = min(max(1, steps.num_slots // 4), len(queue))
+            if queue and len(free) >= enough:
                 self._admit(steps, queue, running, free)
-            if any(running):
-                launched.append(_launch(steps, buffers[steps.num_run % len(buffers)], running))
-            if len(launched) > 1 or not any(running):
+            is_running = any(running)
+            if is_running:
+                buffer = buffers[steps.num_run % len(buffers)]
+                launched.append(_launch(steps, buffer, running))
+            if len(launched) > 1 or not is_running:
                 self._look(launched.popleft(), running, on_token)
 
     def _admit(self, steps: Steps, queue: deque[Request], running: list[Request | None], free: list[int]) -> None:
         """Read the next prompts into free slots, in calls of prompts of about the same length."""
-        admitted = sorted((queue.popleft() for _ in range(min(len(free), len(queue)))), key=lambda r: len(r.prompt))
-        slots = free[: len(admitted)]
+        num_admitted = min(len(free), len(queue))
+        admitted = [queue.popleft() for _ in range(num_admitted)]
+        admitted.sort(key=lambda request: len(request.prompt))
+        slots = free[:num_admitted]
         for slot, request in zip(slots, admitted, strict=True):
             running[slot] = request
         while admitted:
@@ -181,7 +192,8 @@ class Completer:
                     raise
                 self.prompt_tokens = num * len(admitted[num - 1].prompt) // 2  # from now on
                 continue
-            admitted, slots = admitted[num:], slots[num:]
+            admitted = admitted[num:]
+            slots = slots[num:]
 
     def _look(
         self, step: _Launched, running: list[Request | None], on_token: Callable[[Request, int], None] | None

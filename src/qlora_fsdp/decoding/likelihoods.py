@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.decoding.attending import attending
+from qlora_fsdp.decoding.slots import attending
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
@@ -48,7 +48,7 @@ class Text(NamedTuple):
         return self.tokens[len(self.tokens) - len(self.targets) + 1 :]
 
 
-class Row(NamedTuple):
+class QuestionGroup(NamedTuple):
     """A question, and the answers that follow it.
 
     Attributes:
@@ -90,7 +90,9 @@ class Scorer:
     def __init__(
         self, model: CausalLM, device: torch.device, max_rows: int | None = None, by_rows: ByRows | None = None
     ) -> None:
-        self.model, self.device, self.max_rows = model, device, max_rows
+        self.model = model
+        self.device = device
+        self.max_rows = max_rows
         self.layers = by_rows or DecodeLayers(model)
         self.call_tokens = CALL_TOKENS if by_rows is None else SHARED_CALL_TOKENS
 
@@ -117,7 +119,7 @@ class Scorer:
                 on_done(len(call))
 
         with self.layers.in_use(), attending(self.model.base):
-            for rows in self._split(find_rows(texts)):
+            for rows in self._split(group_by_question(texts)):
                 numbers = [number for row in rows for of_answer in row.answers.values() for number in of_answer]
                 queued = (numbers, *self._call(rows, texts))
                 fetch()  # while the device computes what was queued
@@ -125,11 +127,11 @@ class Scorer:
             fetch()
         return [found[number] for number in range(len(texts))]
 
-    def _split(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+    def _split(self, rows: Sequence[QuestionGroup]) -> Iterator[list[QuestionGroup]]:
         """Calls of rows of about the same length, the longest first."""
-        call: list[Row] = []
+        call: list[QuestionGroup] = []
         for row in sorted(rows, key=lambda row: row.num_tokens, reverse=True):
-            is_full = (len(call) + 1) * call[0].num_tokens > self.call_tokens if call else False
+            is_full = bool(call) and (len(call) + 1) * call[0].num_tokens > self.call_tokens
             if is_full or len(call) == self.max_rows:
                 yield call
                 call = []
@@ -137,7 +139,7 @@ class Scorer:
         if call:
             yield call
 
-    def _call(self, rows: Sequence[Row], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+    def _call(self, rows: Sequence[QuestionGroup], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """Sums of log-probabilities, float32 [texts]; whether all targets are the likeliest tokens, bool [texts].
 
         Texts are those of the rows, one row after another.
@@ -145,23 +147,27 @@ class Scorer:
         laid_out, places = _lay_out(rows, texts)
         tokens, branches, positions = laid_out.to(self.device).unbind(0)
         numbers, in_rows, in_columns, targets = places.to(self.device).unbind(1)
-        has_branches = any(len(row.answers) > 1 for row in rows)
+        step = Step()
+        if any(len(row.answers) > 1 for row in rows):
+            step = Step(branches=branches, places=positions)
         base: Any = self.model.base
-        with running(Step(branches=branches, places=positions) if has_branches else Step()):
+        with running(step):
             inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
             if self.model.transform is not None:
                 outputs = base.get_decoder()(**inputs).last_hidden_state
             else:
                 outputs = base(**inputs).logits
         chosen = outputs[in_rows, in_columns]
-        log_probabilities, are_missed = [], []
+        log_probabilities: list[Tensor] = []
+        are_missed: list[Tensor] = []
         for part, target in zip(chosen.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
             logits = self._logits(part).float()
             log_probabilities.append(logits.log_softmax(-1).gather(1, target[:, None])[:, 0])
             are_missed.append((logits.argmax(-1) != target).float())
         zeros = torch.zeros(sum(row.num_texts for row in rows), device=self.device)
         sums = zeros.index_add(0, numbers, torch.cat(log_probabilities))
-        return sums, zeros.index_add(0, numbers, torch.cat(are_missed)) == 0
+        num_missed = zeros.index_add(0, numbers, torch.cat(are_missed))
+        return sums, num_missed == 0
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.model.transform is None:
@@ -170,16 +176,18 @@ class Scorer:
         return self.model.transform(base.get_output_embeddings()(hidden[None])[0])
 
 
-def find_rows(texts: Sequence[Text]) -> list[Row]:
+def group_by_question(texts: Sequence[Text]) -> list[QuestionGroup]:
     """Put texts with the same question into one row, if it is longer than their answers: else reading it is cheap."""
-    rows: list[Row] = []
-    open_rows: dict[tuple[int, ...], Row] = {}
+    rows: list[QuestionGroup] = []
+    open_rows: dict[tuple[int, ...], QuestionGroup] = {}
     for number, text in enumerate(texts):
-        question, answer = text.question, text.answer
+        question = text.question
+        answer = text.answer
         is_short = len(answer) < len(question)
         row = open_rows.get(question) if is_short else None
-        if row is None or (answer not in row.answers and row.num_tokens + len(answer) > ROW_TOKENS):
-            row = Row(question, {})
+        is_full = row is not None and answer not in row.answers and row.num_tokens + len(answer) > ROW_TOKENS
+        if row is None or is_full:
+            row = QuestionGroup(question, {})
             rows.append(row)
         if is_short:
             open_rows[question] = row
@@ -187,25 +195,29 @@ def find_rows(texts: Sequence[Text]) -> list[Row]:
     return rows
 
 
-def _lay_out(rows: Sequence[Row], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+def _lay_out(rows: Sequence[QuestionGroup], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
     """Tokens, branches and positions, int64 [3, rows, longest]; and where the targets are, int64 [targets, 4].
 
     The latter are the number of a target's text among those of the rows, its row, the column of the token before it,
     and the target itself.
     """
     laid_out = torch.zeros(3, len(rows), max(row.num_tokens for row in rows), dtype=torch.int64)
-    laid_out[1] = -1  # padding is a branch that nobody sees
+    tokens, branches, positions = laid_out
+    branches.fill_(-1)  # padding is a branch that nobody sees
     places: list[tuple[int, int, int, int]] = []
     num_texts = 0
     for index, row in enumerate(rows):
-        start = len(row.question)
-        laid_out[0, index, :start], laid_out[1, index, :start] = torch.tensor(row.question), 0
-        laid_out[2, index, :start] = torch.arange(start)
+        num_asked = len(row.question)
+        tokens[index, :num_asked] = torch.tensor(row.question)
+        branches[index, :num_asked] = 0
+        positions[index, :num_asked] = torch.arange(num_asked)
+        start = num_asked
         for branch, (answer, numbers) in enumerate(row.answers.items(), start=1):
             end = start + len(answer)
-            laid_out[0, index, start:end], laid_out[1, index, start:end] = torch.tensor(answer), branch
-            laid_out[2, index, start:end] = torch.arange(len(row.question), len(row.question) + len(answer))
-            columns = [len(row.question) - 1, *range(start, end)]
+            tokens[index, start:end] = torch.tensor(answer)
+            branches[index, start:end] = branch
+            positions[index, start:end] = torch.arange(num_asked, num_asked + len(answer))
+            columns = [num_asked - 1, *range(start, end)]
             for number in numbers:
                 targets = texts[number].targets
                 places += [(num_texts, index, column, t) for column, t in zip(columns, targets, strict=True)]

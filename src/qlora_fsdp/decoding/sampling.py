@@ -12,11 +12,27 @@ from transformers import GenerationConfig
 # Fields of a generation config that `Sampling` applies, that only say where a text ends, or that do not change which
 # token comes next.
 _KNOWN = {
-    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty"),
-    *("max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id"),
-    *("use_cache", "cache_implementation"),
-    *("transformers_version", "_from_model_config", "return_dict_in_generate", "output_scores", "output_logits"),
-    *("output_attentions", "output_hidden_states", "num_return_sequences", "trust_remote_code"),
+    "_from_model_config",
+    "bos_token_id",
+    "cache_implementation",
+    "do_sample",
+    "eos_token_id",
+    "max_length",
+    "max_new_tokens",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "pad_token_id",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "temperature",
+    "top_k",
+    "top_p",
+    "transformers_version",
+    "trust_remote_code",
+    "use_cache",
 }
 _ONE = ("num_beams", "num_beam_groups", "num_return_sequences")
 _OF_SAMPLING = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # without which they do nothing
@@ -60,7 +76,8 @@ class Sampling:
         logits = logits.to(torch.float32, copy=True)
         if seen is not None:
             penalty = self.repetition_penalty
-            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+            penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(seen, penalized, logits)
         if self.temperature is None:
             return logits.argmax(-1)
         logits /= self.temperature
@@ -69,10 +86,10 @@ class Sampling:
             logits = logits.masked_fill(logits < smallest, float("-inf"))
         if self.top_p < 1.0:
             logits = _keep_top_p(logits, self.top_p)
-        # The largest of shares that are divided by exponential numbers is a token drawn by these shares: the same as
-        # torch.multinomial, which asks the device whether the shares are valid.
-        shares = logits.softmax(-1)
-        return (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
+        # The largest of probabilities that are divided by exponential numbers is a token drawn by them: the same as
+        # torch.multinomial, which asks the device whether the probabilities are valid.
+        probabilities = logits.softmax(-1)
+        return (probabilities / torch.empty_like(probabilities).exponential_(1)).argmax(-1)
 
 
 def why_not(config: GenerationConfig) -> str | None:

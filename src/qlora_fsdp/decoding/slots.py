@@ -1,4 +1,4 @@
-"""Keys and values of running texts, in slots whose memory stays where it is.
+"""Keys and values of running texts, in slots whose memory stays where it is; and a model's attention over them.
 
 transformers' own static cache has one position for all rows. Here each row has its own, so that a finished text gives
 its slot to the next prompt while the others go on. Layers with a sliding window keep all tokens too: a window is a
@@ -7,13 +7,16 @@ matter of what queries see (layers/attention/slots.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from qlora_fsdp.layers.attention.slots import running_step
+from qlora_fsdp.layers.attention.slots import SLOTS, register, running_step
 
 
 class TokenShape(NamedTuple):
@@ -113,3 +116,22 @@ class SlotCache(Cache):
         """Give back the memory that `allocate` could take."""
         for layer in self.slot_layers:
             layer.free()
+
+
+@contextmanager
+def attending(base: nn.Module) -> Iterator[None]:
+    """While it lasts, the model's attention is that of slots."""
+    register()
+    configs: dict[int, PretrainedConfig] = {}
+    for module in base.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            configs[id(config)] = config
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = SLOTS
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]

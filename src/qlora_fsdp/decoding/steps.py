@@ -3,24 +3,121 @@
 Python needs 50 to 100 ms to start the kernels of an 8B model, and a GPU computes one token of it in 5. A recorded graph
 is started with a single call, and reads and writes the same tensors each time: tokens and positions are tensors on the
 device that a step changes itself, so the next step can be launched before anybody has looked at the last one.
+
+Prompts are read into slots in calls of many tokens. With few of them Python is what one waits for there too: it needs
+60 to 100 ms to start the kernels of a call of an 8B model, and a GPU reads 128 tokens in 10. So calls of few tokens are
+padded to one of a few shapes. The first call of a shape is launched kernel by kernel, which compiles what it needs. The
+second is recorded, and it and the others are replayed. With many tokens the GPU computes for as long as Python takes,
+and nothing is padded or recorded.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.decoding.prompts import Prompts
-from qlora_fsdp.decoding.recording import record
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.layers.attention.slots import Step, running
+from qlora_fsdp.runtime.cuda_graphs import NotRecorded, record_graph
 from qlora_fsdp.sharding.by_rows import ByRows
 
+RECORDED_TOKENS = 2048  # of a recorded call, at most, padding included
+LENGTH_STEP = 64  # a recorded call reads a multiple of this many tokens of each prompt
+MAX_GRAPHS = 8  # the memory of their tensors is shared, but not that of their kernels' arguments
 WARM_UP = 2  # steps that are launched kernel by kernel, which compiles what they need
+log = logging.getLogger("qlora_fsdp")
+
+
+class _Recorded(NamedTuple):
+    """A call that was recorded, and the tensors that it reads: the slots [rows], and the tokens [rows, length]."""
+
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor
+    tokens: Tensor
+
+
+class Prompts:
+    """Reads prompts into the slots of a model.
+
+    Args:
+        call: the model, on tokens and their positions, both [rows, length].
+        length: tokens of a slot.
+        device: the model's device.
+        pool: the graphs' memory; None: nothing is recorded.
+    """
+
+    def __init__(
+        self, call: Callable[[Tensor, Tensor], Any], length: int, device: torch.device, pool: Any | None
+    ) -> None:
+        self.call = call
+        self.length = length
+        self.device = device
+        self.pool = pool
+        self.is_padded = pool is not None  # also where recording has failed: other ranks go on to read padded prompts
+        self.graphs: dict[tuple[int, int], _Recorded] = {}
+        self.num_calls: Counter[tuple[int, int]] = Counter()
+
+    def read(self, slots: Sequence[int], prompts: Sequence[list[int]], pad_token_id: int) -> None:
+        """Read prompts into slots, a slot for each; the pad token fills up shorter ones at their end."""
+        num_prompts = len(prompts)
+        length = max(map(len, prompts))
+        recorded = None
+        if self.is_padded and self._is_small(num_prompts, length):
+            num_prompts = next_power_of_two(num_prompts)
+            length = round_up(length, LENGTH_STEP)
+            shape = num_prompts, length
+            recorded = self.graphs.get(shape) or self._record(shape)
+            self.num_calls[shape] += 1
+        # What is one too many is the last prompt once more, which writes the same into the same slot.
+        extra = num_prompts - len(prompts)
+        all_slots = torch.tensor([*slots, *[slots[-1]] * extra])
+        all_prompts = [*prompts, *[prompts[-1]] * extra]
+        tokens = torch.tensor([prompt + [pad_token_id] * (length - len(prompt)) for prompt in all_prompts])
+        if recorded is None:
+            self._read(all_slots.to(self.device), tokens.to(self.device))
+        else:
+            recorded.slots.copy_(all_slots)
+            recorded.tokens.copy_(tokens)
+            recorded.graph.replay()
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        for recorded in self.graphs.values():
+            recorded.graph.reset()
+        self.graphs.clear()
+
+    def _is_small(self, num_prompts: int, length: int) -> bool:
+        """Whether a call is padded, so that it can be recorded."""
+        length = round_up(length, LENGTH_STEP)
+        return next_power_of_two(num_prompts) * length <= RECORDED_TOKENS and length <= self.length
+
+    def _record(self, shape: tuple[int, int]) -> _Recorded | None:
+        """Record a shape that comes for the second time. If that fails, nothing is recorded from now on."""
+        if self.pool is None or self.num_calls[shape] != 1 or len(self.graphs) >= MAX_GRAPHS:
+            return None
+        slots = torch.zeros(shape[0], dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        what = f"{shape[0]} prompts of {shape[1]} tokens"
+        graph = record(lambda: self._read(slots, tokens), self.pool, what)
+        if graph is None:
+            self.pool = None
+            return None
+        self.graphs[shape] = _Recorded(graph, slots, tokens)
+        return self.graphs[shape]
+
+    def _read(self, slots: Tensor, tokens: Tensor) -> None:
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        with running(Step(slots=slots)):
+            self.call(tokens, positions)
 
 
 class Steps:
@@ -55,8 +152,12 @@ class Steps:
         captures: bool,
         by_rows: ByRows | None = None,
     ) -> None:
-        self.call, self.by_rows = partial(_call, base, cache), by_rows
-        self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
+        self.call = partial(_call, base, cache)
+        self.by_rows = by_rows
+        self.sampling = sampling
+        self.num_slots = num_slots
+        self.length = length
+        self.cache = cache
         self.device = device
         self.captures = captures and device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -92,6 +193,7 @@ class Steps:
     def run(self) -> Tensor:
         """Queue a step of all slots. Returns `tokens`, which it changes."""
         if self.captures and self.graph is None and self.num_run >= WARM_UP:
+            assert self.pool is not None
             self.graph = record(self._advance, self.pool, f"a step of {self.num_slots} texts")
             self.captures = self.graph is not None
         self.num_run += 1
@@ -121,6 +223,18 @@ class Steps:
         """Logits of each text's next token [num_slots, vocabulary]. The last token's keys and values are kept."""
         with running(Step(positions=self.positions)):
             return self.call(self.tokens[:, None], self.positions[:, None])[:, -1]
+
+
+def record(compute: Callable[[], Any], pool: Any, what: str) -> torch.cuda.CUDAGraph | None:
+    """Record a computation. If that fails, the log says why, and the result is None."""
+    started = time.perf_counter()
+    try:
+        recorded = record_graph(compute, pool)
+    except NotRecorded as error:
+        log.warning(f"Generation: no CUDA graph could be recorded, its kernels are launched one by one: {error}")
+        return None
+    log.info(f"Generation: {what} recorded as a CUDA graph in {time.perf_counter() - started:.1f} s")
+    return recorded.graph
 
 
 def _call(base: Any, cache: SlotCache, input_ids: Tensor, position_ids: Tensor) -> Tensor:

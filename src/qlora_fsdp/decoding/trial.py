@@ -12,9 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.text import name_error
-from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
-from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.slots import SlotCache, attending
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.liger import stock_models
@@ -50,28 +49,36 @@ def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str |
 
 def _difference(trial: RowTrial) -> float:
     """The largest difference of a logit, as a part of the largest logit."""
-    rows, expected = [row.tolist() for row in trial.rows], trial.alone.logits
+    rows = [row.tolist() for row in trial.rows]
+    expected = trial.alone.logits
     trial.model.eval()
     steps = _steps(trial, len(rows))
     slots = list(range(len(rows)))
-    steps.admit(slots, [[(token + 7) % VOCAB for token in max(rows, key=len)] for _ in rows], 0)
+    other_text = [(token + 7) % VOCAB for token in max(rows, key=len)]
+    steps.admit(slots, [other_text] * len(rows), 0)
     halves = [len(row) // 2 for row in rows]
-    steps.admit(slots, [row[: half + 1] for row, half in zip(rows, halves, strict=True)], 0)
-    largest, scale = 0.0, max(float(logits.abs().max()) for logits in expected)
-    for done in range(max(len(row) - half for row, half in zip(rows, halves, strict=True))):
+    beginnings = [row[: half + 1] for row, half in zip(rows, halves, strict=True)]
+    steps.admit(slots, beginnings, 0)
+    num_left = max(len(row) - half for row, half in zip(rows, halves, strict=True))
+    largest = 0.0
+    for done in range(num_left):
         logits = steps.logits()
-        places = [half + done for half in halves]
-        for slot, place in enumerate(places):
-            if place < len(rows[slot]):
-                largest = max(largest, float((logits[slot] - expected[slot][place]).abs().max()))
-        following = [row[min(place + 1, len(row) - 1)] for row, place in zip(rows, places, strict=True)]
+        following: list[int] = []
+        for slot, row in enumerate(rows):
+            place = halves[slot] + done
+            if place < len(row):
+                difference = (logits[slot] - expected[slot][place]).abs().max()
+                largest = max(largest, float(difference))
+            following.append(row[min(place + 1, len(row) - 1)])
         steps.tokens.copy_(torch.tensor(following))
         steps.positions.add_(1)
+    scale = max(float(logits.abs().max()) for logits in expected)
     return largest / scale
 
 
 def _steps(trial: RowTrial, num_slots: int) -> Steps:
-    cache, one = SlotCache(trial.small.num_hidden_layers), torch.zeros((1, 1), dtype=torch.int64)
+    cache = SlotCache(trial.small.num_hidden_layers)
+    one = torch.zeros((1, 1), dtype=torch.int64)
     with running(Step(slots=one[0])):
         trial.model(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
     return Steps(trial.model, Sampling(), num_slots, LENGTH, cache, VOCAB, CPU, captures=False)

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 520, 240
-LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34  # margins, which hold the labels of the ticks
+WIDTH = 520
+HEIGHT = 240
+# Margins, which hold the labels of the ticks
+LEFT = 62
+RIGHT = 24
+TOP = 10
+BOTTOM = 34
 MAX_POINTS = 600  # per line; more can't be seen
 MAX_TICKS = 6  # of an axis, about
 NUM_COLOURS = 8  # classes c0 to c7 in the page's style
@@ -45,7 +50,8 @@ class Series:
 
 def _extremes(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The lowest and the highest of some points, so that a spike of a single step is seen in a long run."""
-    low, high = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
+    low = min(group, key=lambda point: point[1])
+    high = max(group, key=lambda point: point[1])
     return sorted({low, high})
 
 
@@ -68,19 +74,27 @@ def chart(
     drawn = [(one, one.points) for one in series if one.points]
     if not drawn:
         return ""
-    xs, ys = [x for one, _ in drawn for x in one.xs], [y for _, points in drawn for _, y in points]
-    x_ticks = [float(index) for index in range(len(x_names))] or _whole_ticks(min(xs), max(xs))
-    y_ticks = ticks(min(ys), max(ys))
-    x_low, x_high = min(xs), max(xs)
+    xs = [x for one, _ in drawn for x in one.xs]
+    ys = [y for _, points in drawn for _, y in points]
+    x_low = min(xs)
+    x_high = max(xs)
     if x_names:
-        x_low, x_high = -0.5, len(x_names) - 0.5
-    elif x_low == x_high:
-        x_low, x_high = x_low - 1, x_high + 1
-    y_low, y_high = min(*ys, y_ticks[0]), max(*ys, y_ticks[-1])
+        x_ticks = [float(index) for index in range(len(x_names))]
+        x_low = -0.5
+        x_high = len(x_names) - 0.5
+    else:
+        x_ticks = _whole_ticks(x_low, x_high)
+        if x_low == x_high:
+            x_low -= 1
+            x_high += 1
+    y_ticks = ticks(min(ys), max(ys))
+    y_low = min(*ys, y_ticks[0])
+    y_high = max(*ys, y_ticks[-1])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        return across, HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        down = HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        return across, down
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for tick, label in zip(y_ticks, _show_apart(y_ticks), strict=True):
@@ -95,12 +109,12 @@ def chart(
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
     for one, points in drawn:
         parts += _draw(one, points, [place(x, y) for x, y in points], x_names)
-    legend = "".join(
-        f' <span class="key thin k{one.colour % NUM_COLOURS}"></span>{escape(one.name)}'
-        + (f", {_show(points[-1][1], 5)} at the end" if one.style == "line" else "")
-        for one, points in drawn
-        if has_legend
-    )
+    legend = ""
+    if has_legend:
+        for one, points in drawn:
+            legend += f' <span class="key thin k{one.colour % NUM_COLOURS}"></span>{escape(one.name)}'
+            if one.style == "line":
+                legend += f", {_show(points[-1][1], 5)} at the end"
     return f"<figure><figcaption><b>{escape(title)}</b>{legend}</figcaption>{''.join(parts)}</svg></figure>"
 
 
@@ -119,7 +133,8 @@ def _draw(
         return [f'<polyline class="{colour}{faint}" points="{path}"><title>{tip}</title></polyline>']
     parts = []
     for (x, y), (across, down) in zip(points, places, strict=True):
-        tip = escape(f"{one.name}: {y:.6g} at {x_names[int(x)] if x_names else _show(x)}")
+        x_name = x_names[int(x)] if x_names else _show(x)
+        tip = escape(f"{one.name}: {y:.6g} at {x_name}")
         circle = f'<circle class="{colour}" cx="{across:.1f}" cy="{down:.1f}" r="4">'
         parts.append(f"{circle}<title>{tip}</title></circle>")
     return parts
@@ -128,13 +143,17 @@ def _draw(
 def running_mean(values: Sequence[float | None], span: int) -> list[float | None]:
     """Returns for each value the mean of the last `span` values up to it. None and NaN are no values."""
     found = [value if value is not None and math.isfinite(value) else None for value in values]
-    total, num, result = 0.0, 0, list[float | None]()
+    total = 0.0
+    num = 0
+    result: list[float | None] = []
     for index, value in enumerate(found):
         if value is not None:
-            total, num = total + value, num + 1
+            total += value
+            num += 1
         old = found[index - span] if index >= span else None
         if old is not None:
-            total, num = total - old, num - 1
+            total -= old
+            num -= 1
         result.append(total / num if value is not None else None)
     return result
 
@@ -142,17 +161,21 @@ def running_mean(values: Sequence[float | None], span: int) -> list[float | None
 def ticks(low: float, high: float) -> list[float]:
     """Returns round numbers, of which the first is at most `low` and the last at least `high`."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # as a constant line and its running mean
-        low, high = low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9
+        low -= abs(low) * 0.1 + 1e-9
+        high += abs(high) * 0.1 + 1e-9
     rough = (high - low) / (MAX_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
 def _whole_ticks(low: float, high: float) -> list[float]:
     """Returns those of `ticks` that are whole numbers, as steps are; `low` alone if the two are equal."""
-    return [low] if low == high else [tick for tick in ticks(low, high) if tick == int(tick)]
+    if low == high:
+        return [low]
+    return [tick for tick in ticks(low, high) if tick == int(tick)]
 
 
 def _show(number: float, num_digits: int = 4) -> str:

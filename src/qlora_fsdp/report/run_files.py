@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from qlora_fsdp.records.run_state import (
 )
 from qlora_fsdp.report.charts import running_mean
 
-SMOOTHED_SHARE = 50  # the smoothed loss is the mean over a 50th of the run's steps
+SMOOTHED_PART = 50  # the smoothed loss is the mean over a 50th of the run's steps
+ENDED_EARLY = ("failed", "interrupted", "stopped")
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Run:
     @property
     def span(self) -> int:
         """Steps over which the loss is smoothed; 1 in a run too short for it."""
-        return max(1, round(len(self.steps) / SMOOTHED_SHARE))
+        return max(1, round(len(self.steps) / SMOOTHED_PART))
 
     @property
     def smoothed_loss(self) -> list[float | None]:
         """For each step the mean loss of the last `span` steps; those whose gradient was not used have none."""
-        return running_mean([None if line.get("skipped") else line["loss"] for line in self.steps], self.span)
+        losses = [None if line.get("skipped") else line["loss"] for line in self.steps]
+        return running_mean(losses, self.span)
 
     @property
     def training_loss(self) -> float | None:
@@ -64,26 +66,37 @@ class Run:
 
 def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> Run:
     """Reads everything in a run folder that a report shows."""
-    lines = [line for line in read_metrics(folder) if is_number(line["step"])]
+    lines = _with_steps(read_metrics(folder))
     return Run(
         name,
         read_run(folder),
-        steps=[line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))],
+        steps=[line for line in lines if _has_loss(line)],
         evaluations=[line for line in lines if is_number(line.get("eval_loss"))],
         settings=read_settings(folder / CONFIG_FILE),
         summary=read_json(folder / SUMMARY_FILE),
         environment=read_json(folder / ENVIRONMENT_FILE),
-        generations=[row for row in read_metrics(folder, file=GENERATIONS_FILE) if is_number(row["step"])],
+        generations=_with_steps(read_metrics(folder, file=GENERATIONS_FILE)),
         swept=swept,
     )
 
 
+def _with_steps(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if is_number(line["step"])]
+
+
+def _has_loss(line: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is about a training step: its loss is null if its gradient was not used."""
+    return "loss" in line and (line["loss"] is None or is_number(line["loss"]))
+
+
 def describe_duration(run: Run) -> str:
     """When its last start began, how long that took, and how long all steps took, those of earlier starts too."""
-    seconds, is_resumed = run.summary.get("seconds"), run.summary.get("resume_seconds") is not None
+    seconds = run.summary.get("seconds")
+    is_resumed = run.summary.get("resume_seconds") is not None
+    started = str(run.environment.get("time") or "")[:16].replace("T", " ")
     parts = []
-    if started := str(run.environment.get("time") or "")[:16].replace("T", " "):
-        parts.append(f"{'resumed' if is_resumed else 'started'} {started}")
+    if started:
+        parts.append(f"resumed {started}" if is_resumed else f"started {started}")
     if seconds is not None:
         parts.append(f"{show_duration(seconds)} from then on" if is_resumed else show_duration(seconds))
     if run.steps:
@@ -97,7 +110,8 @@ def describe_duration(run: Run) -> str:
 def describe_model(run: Run) -> str:
     """The base model, and how its weights are stored."""
     settings = run.settings
-    path, name = settings.get("model.path"), settings.get("model.name")
+    path = settings.get("model.path")
+    name = settings.get("model.name")
     named = f"{path} ({name})" if path and name != "custom" else str(path or name or "")
     kind = "full precision"
     if settings.get("quant.load_in_4bit"):
@@ -110,28 +124,34 @@ def describe_model(run: Run) -> str:
 def describe_data(run: Run) -> str:
     """Describe the data that the run trains on."""
     settings = run.settings
-    mix, often = settings.get("data.mix"), run.summary.get("mix")
+    often = run.summary.get("mix")
     if isinstance(often, dict) and often:  # how often an epoch has the rows of each data set
         return "; ".join(f"{path}: {text}" for path, text in often.items())
     if settings.get("data.format") == "random":
         return "random tokens"
-    path = settings.get("data.path")
-    named = ", ".join(map(str, mix)) if mix else ", ".join(map(str, path)) if isinstance(path, list) else path
-    return str(named or "")
+    found = settings.get("data.mix") or settings.get("data.path") or ""
+    if isinstance(found, list | dict):
+        return ", ".join(map(str, found))
+    return str(found)
 
 
 def describe_hardware(run: Run) -> str:
     """The GPUs and the number of ranks."""
     environment = run.environment
-    ranks, a_node = environment.get("num_ranks"), environment.get("num_ranks_a_node")
+    if not environment:
+        return ""
     gpus = Counter(map(str, environment.get("gpus") or ()))
-    devices = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or ("CPU" if environment else "")
-    parts = [devices] if devices else []
+    parts = [f"{number} x {name}" for name, number in gpus.items()] or ["CPU"]
+    ranks = environment.get("num_ranks")
+    a_node = environment.get("num_ranks_a_node")
     if isinstance(ranks, int):
         parts.append(plural(ranks, "rank"))
         if isinstance(a_node, int) and 0 < a_node < ranks:
             parts.append(f"{plural(ranks // a_node, 'node')}, of which this is one")
-    return ", ".join([*parts, *([f"on {environment['host']}"] if environment.get("host") else [])])
+    host = environment.get("host")
+    if host:
+        parts.append(f"on {host}")
+    return ", ".join(parts)
 
 
 def next_commands(run: Run) -> list[str]:
@@ -139,8 +159,10 @@ def next_commands(run: Run) -> list[str]:
     adapter = run.state.adapter
     if adapter is None:
         command = run.environment.get("command")
-        return [str(command)] if command and run.state.status in ("failed", "interrupted", "stopped") else []
+        ended_early = run.state.status in ENDED_EARLY
+        return [str(command)] if command and ended_early else []
     settings = run.settings
     is_causal = settings.get("task.name", "causal_lm") in ("causal_lm", "preference")
-    is_random, trusts_code = settings.get("model.weights") == "random", settings.get("model.trust_remote_code") is True
+    is_random = settings.get("model.weights") == "random"
+    trusts_code = settings.get("model.trust_remote_code") is True
     return commands_for(adapter, is_causal, is_random, trusts_code)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from qlora_fsdp.common.text import plural, show_number
 from qlora_fsdp.config.identity import plain_default
 from qlora_fsdp.config.settings import all_settings
+from qlora_fsdp.records.run_state import RunState
 from qlora_fsdp.report.charts import NUM_COLOURS, Series, chart
 from qlora_fsdp.report.run_files import (
+    ENDED_EARLY,
     Run,
     describe_data,
     describe_duration,
@@ -27,25 +29,34 @@ NOT_COMPARED = ("run", "launch", "slurm", "tracking", "hub")  # sections that sa
 def facts(run: Run) -> str:
     """The top of a run's own report: what it is, how it went, what there is now, and what to type next."""
     state = run.state
-    of_all = f" of {state.num_steps:,}" if state.num_steps else ""
-    adapter, commands = state.adapter, next_commands(run)
+    status = state.status
+    if state.step is not None:
+        status += f", {_steps_of_all(state)} steps"
     rows = {
-        "Status": f"{state.status}, {state.step:,}{of_all} steps" if state.step is not None else state.status,
+        "Status": status,
         "Time": describe_duration(run),
         "Model": describe_model(run),
         "Data": describe_data(run),
         "Hardware": describe_hardware(run),
         "Evaluation loss": _before_and_after(run),
         "Training loss": _training_loss(run),
-        "Speed": f"{speed:,.0f} tokens/s/GPU" if (speed := state.tokens_per_second_per_gpu) else "",
-        "Memory": f"at most {state.gpu_peak_gib:.1f} GiB a GPU in a step" if state.gpu_peak_gib else "",
-        "Adapter": str(adapter) if adapter else "",
-        "Checkpoint": str(state.checkpoint) if state.checkpoint and not adapter else "",
     }
+    if state.tokens_per_second_per_gpu:
+        rows["Speed"] = f"{state.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    if state.gpu_peak_gib:
+        rows["Memory"] = f"at most {state.gpu_peak_gib:.1f} GiB a GPU in a step"
+    if state.adapter:
+        rows["Adapter"] = str(state.adapter)
+        what_next = "Next"
+    elif state.checkpoint:
+        rows["Checkpoint"] = str(state.checkpoint)
+        what_next = "To go on"
+    else:
+        what_next = "To start again"
     lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text]
+    commands = "\n".join(next_commands(run))
     if commands:
-        what = "Next" if adapter else "To go on" if state.checkpoint else "To start again"
-        lines.append(f"<tr><th>{what}</th><td><pre>{escape(chr(10).join(commands))}</pre></td></tr>")
+        lines.append(f"<tr><th>{what_next}</th><td><pre>{escape(commands)}</pre></td></tr>")
     error = f'<p class="bad">{escape(state.error)}</p>' if state.error else ""
     return f'{error}<table class="facts">{"".join(lines)}</table>'
 
@@ -53,28 +64,27 @@ def facts(run: Run) -> str:
 def figures(runs: Sequence[Run]) -> str:
     """One row per run: the settings that differ, and the results. The lowest loss of several runs is marked."""
     keys = differing(runs)
-    ended = ("failed", "interrupted", "stopped")  # whose losses are not compared
-    has_eval = all(run.state.eval_loss is not None for run in runs if run.state.status not in ended)
-    measured = [
-        None if run.state.status in ended else run.state.eval_loss if has_eval else run.training_loss for run in runs
-    ]
-    finite = [loss for loss in measured if loss is not None and math.isfinite(loss)]
-    best = min(finite, default=None) if len(runs) > 1 else None
+    compared = [run for run in runs if run.state.status not in ENDED_EARLY]
+    has_eval = all(run.state.eval_loss is not None for run in compared)
+    losses = {run.name: run.state.eval_loss if has_eval else run.training_loss for run in compared}
+    finite = [loss for loss in losses.values() if loss is not None and math.isfinite(loss)]
+    lowest = min(finite, default=None) if len(runs) > 1 else None
     rows = []
-    for run, loss in zip(runs, measured, strict=True):
+    for run in runs:
         state = run.state
-        is_best = " (lowest)" if best is not None and loss == best else ""
         cells = {"run": run.name} | {key: value(run.settings.get(key)) for key in keys}
         cells |= {
             "status": state.status,
-            "steps": show_number(state.step, ",") + (f" of {state.num_steps:,}" if state.num_steps else ""),
-            "evaluation loss": show_number(state.eval_loss, ".4f") + (is_best if has_eval else ""),
-            "training loss": show_number(run.training_loss, ".4f") + ("" if has_eval else is_best),
+            "steps": _steps_of_all(state),
+            "evaluation loss": show_number(state.eval_loss, ".4f"),
+            "training loss": show_number(run.training_loss, ".4f"),
             "tokens/s/GPU": show_number(state.tokens_per_second_per_gpu, ",.0f"),
             "peak GiB a GPU": show_number(state.gpu_peak_gib, ".1f"),
             "ranks": show_number(run.environment.get("num_ranks"), ""),
             "load s": show_number(run.summary.get("load_seconds"), ".1f"),
         }
+        if lowest is not None and losses.get(run.name) == lowest:
+            cells["evaluation loss" if has_eval else "training loss"] += " (lowest)"
         rows.append(cells)
     names = [name for name in rows[0] if any(cells[name] for cells in rows)]
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
@@ -141,7 +151,8 @@ def swept(runs: Sequence[Run]) -> str:
 def memory(run: Run) -> str:
     """The planned memory beside the measured one, phase by phase."""
     found = run.summary.get("memory") or {}
-    planned, measured = (found.get(key) or {} for key in ("predicted", "measured"))
+    planned = found.get("predicted") or {}
+    measured = found.get("measured") or {}
     columns = {
         "planned": planned.get("tensors_gib") or {},
         "tensors": measured.get("tensors_gib") or {},
@@ -151,8 +162,9 @@ def memory(run: Run) -> str:
         return ""
     phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
     rows = [[phase, *(show_number(values.get(phase), ".2f") for values in columns.values())] for phase in phases]
-    libraries, outside = planned.get("libraries_gib"), measured.get("outside_gib")
-    rows.append(["outside torch", show_number(libraries, ".2f"), "", show_number(outside, ".2f")])
+    libraries = show_number(planned.get("libraries_gib"), ".2f")
+    outside = show_number(measured.get("outside_gib"), ".2f")
+    rows.append(["outside torch", libraries, "", outside])
     rows.append(["needed in all", show_number(planned.get("needed_gib"), ".2f"), "", ""])
     return "<h2>Memory of a GPU by phase, GiB</h2>" + _table(["", *columns], rows)
 
@@ -162,24 +174,27 @@ def generations(run: Run) -> str:
     steps = sorted({row["step"] for row in run.generations})
     if not steps:
         return ""
-    first, last = ([row for row in run.generations if row["step"] == step] for step in (steps[0], steps[-1]))
-    before = ["completion"] if len(steps) > 1 else []
-    head = ["prompt", *([f"step {steps[0]}"] if before else []), f"step {steps[-1]}", "in the data"]
-    rows = [
-        [str(row.get("prompt", "")), *([str(old.get("completion", ""))] if before else [])]
-        + [str(row.get(key, "")) for key in ("completion", "reference")]
-        for old, row in zip(first, last, strict=False)
-    ]
+    first = [line for line in run.generations if line["step"] == steps[0]]
+    last = [line for line in run.generations if line["step"] == steps[-1]]
+    head = ["prompt", f"step {steps[-1]}", "in the data"]
+    rows = [[str(line.get(key, "")) for key in ("prompt", "completion", "reference")] for line in last]
+    if len(steps) > 1:
+        head.insert(1, f"step {steps[0]}")
+        for cells, line in zip(rows, first, strict=False):
+            cells.insert(1, str(line.get("completion", "")))
+        del rows[len(first) :]
     return "<h2>What the model wrote</h2>" + _table(head, rows, "text")
 
 
 def details(run: Run) -> str:
     """Settings, environment and summary, as the run folder has them."""
     parts: list[str] = []
-    changed = {k: v for k, v in run.settings.items() if k not in all_settings() or v != plain_default(k)}
+    changed = {
+        key: found for key, found in run.settings.items() if key not in all_settings() or found != plain_default(key)
+    }
     for title, text in (
-        ("Settings that are not the defaults", "\n".join(f"{key}={value(v)}" for key, v in changed.items())),
-        ("All settings", "\n".join(f"{key}={value(v)}" for key, v in run.settings.items())),
+        ("Settings that are not the defaults", _list_settings(changed)),
+        ("All settings", _list_settings(run.settings)),
         ("Environment", json.dumps(run.environment, indent=2)),
         ("Summary", json.dumps(run.summary, indent=2)),
     ):
@@ -199,13 +214,27 @@ def value(found: Any) -> str:
     return found if isinstance(found, str) else json.dumps(found)
 
 
+def _list_settings(settings: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key}={value(found)}" for key, found in settings.items())
+
+
+def _steps_of_all(state: RunState) -> str:
+    """The steps of a run that are done, and how many there will be if that is known."""
+    done = show_number(state.step, ",")
+    return f"{done} of {state.num_steps:,}" if state.num_steps else done
+
+
 def _before_and_after(run: Run) -> str:
-    before, after = run.initial_eval_loss, run.state.eval_loss
+    before = run.initial_eval_loss
+    after = run.state.eval_loss
     if after is None or not run.evaluations:
         return show_number(after, ".4f")
     last = run.evaluations[-1]["step"]
-    at_last = f"{after:.4f} {'before training' if last == 0 else f'at step {last:,}'}"
-    return at_last if before is None or last == 0 else f"{before:.4f} before training, {at_last}"
+    if last == 0:
+        return f"{after:.4f} before training"
+    if before is None:
+        return f"{after:.4f} at step {last:,}"
+    return f"{before:.4f} before training, {after:.4f} at step {last:,}"
 
 
 def _training_loss(run: Run) -> str:
@@ -220,7 +249,8 @@ def _span(run: Run) -> str:
 
 
 def _loss_of_one(run: Run) -> str:
-    xs, ys = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
+    xs = [line["step"] for line in run.steps]
+    ys = [line["loss"] for line in run.steps]
     if run.span == 1:
         return chart("Training loss of each step", [Series("loss", xs, ys)])
     series = [Series("each step", xs, ys, style="faint"), Series(_span(run), xs, run.smoothed_loss, 1)]

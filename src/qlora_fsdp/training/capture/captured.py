@@ -46,14 +46,14 @@ from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
+from qlora_fsdp.runtime.cuda_graphs import record_graph
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.sharding.shard import set_gradient_sync
 from qlora_fsdp.training.capture.batch_key import Key, with_room
-from qlora_fsdp.training.capture.graphs import Graphs
+from qlora_fsdp.training.capture.graphs import Graphs, Recorded
 from qlora_fsdp.training.capture.passes import EagerPasses, Passes
-from qlora_fsdp.training.capture.recording import Recorded, record
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.prepare import Prepared
 
@@ -228,7 +228,9 @@ class CapturedPasses:
         return loss
 
     def _record(self, compute: Callable[[Batch], Tensor], key: Key, batch: Batch) -> Recorded:
-        return record(compute, with_room(batch, key, self.device), self.eager.model, self.pool)
+        roomy = with_room(batch, key, self.device)
+        graph, loss, num_bytes = record_graph(partial(compute, roomy), self.pool, self.eager.model)
+        return Recorded(roomy, graph, loss, num_bytes)
 
     def _train(self, batch: Batch) -> Tensor:
         """What the graph of a step's micro-batch holds."""

@@ -22,19 +22,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.runtime.cuda_graphs import NotRecorded, free_graphs
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.capture.batch_key import Key
-from qlora_fsdp.training.capture.recording import NotRecorded, Recorded, free_graphs
+from qlora_fsdp.training.capture.batch_key import Key, fill
 
 NUM_TOLD = 4  # graphs of a kind; padded sequences may have some fifty lengths
 log = logging.getLogger("qlora_fsdp")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded micro-batch.
+
+    Attributes:
+        batch: the tensors on the device that the graph reads.
+        graph: what is replayed.
+        loss: the tensor that the graph writes.
+        num_bytes: memory that torch has taken for it.
+    """
+
+    batch: Batch
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+    num_bytes: int
+
+    def run(self, batch: Batch) -> Tensor:
+        """Replay the graph with a micro-batch, and return its loss."""
+        fill(self.batch, batch)
+        self.graph.replay()
+        return self.loss.clone()
 
 
 class Graphs:

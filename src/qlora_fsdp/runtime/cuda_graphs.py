@@ -10,62 +10,57 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qlora_fsdp.common.text import first_line
-from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.fsdp_state import rest
-from qlora_fsdp.training.capture.batch_key import fill
+
+Result = TypeVar("Result")
 
 
 class NotRecorded(Exception):
-    """A micro-batch can't be recorded. The message is the first line of why."""
+    """A function can't be recorded. The message is the first line of why."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A recorded micro-batch.
+class RecordedGraph(NamedTuple, Generic[Result]):
+    """What a function queued.
 
     Attributes:
-        batch: the tensors on the device that the graph reads.
-        graph: what is replayed.
-        loss: the tensor that the graph writes.
+        graph: a single call replays it, on the same tensors.
+        result: what the function returned. Its tensors are written anew each time.
         num_bytes: memory that torch has taken for it.
     """
 
-    batch: Batch
     graph: torch.cuda.CUDAGraph
-    loss: Tensor
+    result: Result
     num_bytes: int
 
-    def run(self, batch: Batch) -> Tensor:
-        """Replay the graph with a micro-batch, and return its loss."""
-        fill(self.batch, batch)
-        self.graph.replay()
-        return self.loss.clone()
 
-
-def record(
-    compute: Callable[[Batch], Tensor], batch: Batch, model: nn.Module, pool: torch.cuda._POOL_HANDLE
-) -> Recorded:
-    """Record what a function queues for a micro-batch.
+def record_graph(
+    compute: Callable[[], Result], pool: torch.cuda._POOL_HANDLE, model: nn.Module | None = None
+) -> RecordedGraph[Result]:
+    """Record what a function queues.
 
     Args:
-        compute: queues kernels, and keeps no tensors but the loss that it returns.
-        batch: on the device, with room for others.
+        compute: reads and writes tensors that stay where they are. It must have run before, which compiles what it
+            needs.
+        pool: where its other tensors lie, as `torch.cuda.graph_pool_handle` names it. The graphs of a pool share this
+            memory, so they are replayed one after another.
         model: what it computes with. If FSDP shards it, FSDP is brought to rest where the function raises.
-        pool: the memory of the graph, as `torch.cuda.graph_pool_handle` names it.
 
     Raises:
         NotRecorded: the function or CUDA refuses, or there is no memory. What the graph has allocated is given back.
     """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    graph, loss, reason, before = torch.cuda.CUDAGraph(), None, None, torch.cuda.memory_reserved()
+    reserved = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    results: list[Result] = []
+    reason: str | None = None
     try:
         # The outer context sets the stream back where the inner one fails at its end. Other threads prepare batches and
         # write checkpoints meanwhile: what they ask of CUDA is not recorded.
@@ -74,18 +69,19 @@ def record(
             torch.cuda.graph(graph, pool=pool, stream=_stream(), capture_error_mode="thread_local"),
         ):
             try:
-                loss = compute(batch)
+                results.append(compute())
             except RuntimeError as error:
                 reason = first_line(error)
-                rest(model)
+                if model is not None:
+                    rest(model)
     except RuntimeError as error:  # of the recording's end, which says less than the error that came before
         reason = reason or first_line(error)
         with suppress(RuntimeError):  # torch's allocator may have been told already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
-    if reason is None and loss is not None:
-        return Recorded(batch, graph, loss, torch.cuda.memory_reserved() - before)
-    del graph, loss
+    if reason is None:
+        return RecordedGraph(graph, results[0], torch.cuda.memory_reserved() - reserved)
+    del graph, results
     free_graphs()
     raise NotRecorded(reason)
 
