@@ -31,7 +31,7 @@ from qlora_fsdp.config.schema import (
     Weights,
 )
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.records.ending import ask, trust
+from qlora_fsdp.records.run_summary import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from qlora_fsdp.common.files import (
     write_atomically,
 )
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.records.check_run_folder import check_run_folder
-from qlora_fsdp.records.ownership import FOLLOWED, is_own
+from qlora_fsdp.records.check_run_folder import FOLLOWED, check_run_folder, is_marked
 from qlora_fsdp.records.run_folder import close_run_folder
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.sweep_table import write_results
@@ -202,7 +201,7 @@ def test_honest_folders_are_as_easy_as_before(tmp_path: Path, processes: Process
     assert obstacle(folder) == "" and obstacle(folder, "run.overwrite=true") == ""
     checkpoint(scratch / "run" / "checkpoints" / "step-00000002")
     moved = (scratch / "run").rename(tmp_path / "moved")
-    assert obstacle(moved) == "" and is_own(moved)
+    assert obstacle(moved) == "" and is_marked(moved)
     start(moved, processes)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").touch()

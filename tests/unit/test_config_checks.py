@@ -21,8 +21,7 @@ from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.files.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
-from qlora_fsdp.records.check_run_folder import check, check_run
-from qlora_fsdp.records.ownership import mark
+from qlora_fsdp.records.check_run_folder import check, check_run, mark
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]

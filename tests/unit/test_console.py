@@ -17,10 +17,9 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp import merge
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.records.console import Console, start_log, stop_log
-from qlora_fsdp.records.ending import commands_for, describe_end
-from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.progress import ROWS_BETWEEN_HEADERS, ProgressTable
+from qlora_fsdp.records.journal import ROWS_BETWEEN_HEADERS, Journal, ProgressTable
 from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.records.run_summary import commands_for, describe_end
 
 
 def figures(step: int, **more: Any) -> dict[str, Any]:

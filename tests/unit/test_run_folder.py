@@ -19,9 +19,8 @@ from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model.adapters import write as adapter_files
-from qlora_fsdp.records.check_run_folder import check_run_folder
+from qlora_fsdp.records.check_run_folder import check_run_folder, mark
 from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log
 from qlora_fsdp.runtime.processes import Processes

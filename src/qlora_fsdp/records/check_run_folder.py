@@ -1,22 +1,45 @@
 """Check whether a run can be started in `run.folder`, and make all other checks of a run's settings.
 
-The checks under config/ do not know which files a run leaves behind, so this check is here. Imports no torch.
+The checks under config/ do not know which files a run leaves behind, so this check is here.
+
+A run may replace and remove in a folder what a run has written there, and nothing else. So a run that opens its folder
+leaves a marker in it. A folder that happens to have files of the same names, such as a repository with a `config.yaml`
+and an `adapter/`, is no run's. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.common.errors import Problem, refuse
+from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.world import World
-from qlora_fsdp.records.ownership import find_obstacle
-from qlora_fsdp.records.run_state import RunState, is_finished, read_run
+from qlora_fsdp.records.run_state import (
+    ATTEMPT,
+    CHECKPOINTS,
+    CONFIG_FILE,
+    CONSOLE_FILE,
+    ENVIRONMENT_FILE,
+    LOCK,
+    MANIFEST,
+    MLFLOW_FILE,
+    RECORDS,
+    STREAM_FILE,
+    SUMMARY_FILE,
+    WANDB_FILE,
+    RunState,
+    checkpoint_folders,
+    is_finished,
+    read_json,
+    read_run,
+)
 
 
 def check(config: Config, world: World) -> None:
@@ -63,7 +86,85 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
 
 def _describe(state: RunState) -> str:
     """Describe what a finished run has left, as the end of a sentence."""
-    parts = [] if state.step is None else [plural(state.step, "step")]
-    parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]
-    parts += [] if state.adapter is None else [f"its adapter in {state.adapter}"]
+    parts = []
+    if state.step is not None:
+        parts.append(plural(state.step, "step"))
+    if state.compared_loss is not None:
+        parts.append(f"{state.compared_by} {state.compared_loss:.4f}")
+    if state.adapter is not None:
+        parts.append(f"its adapter in {state.adapter}")
     return f" ({', '.join(parts)})" if parts else ""
+
+
+MARKER = ".qlora_fsdp"
+MADE_BY = "qlora-fsdp"
+# What a run writes under names of its own, which others may use as well. CHECKPOINTS is not among them, because every
+# checkpoint is known by its own manifest.
+OWN_NAMES = (
+    "adapter",
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    SUMMARY_FILE,
+    WANDB_FILE,
+    MLFLOW_FILE,
+    STREAM_FILE,
+    *RECORDS,
+    ATTEMPT,
+    LOCK,
+)
+OWN_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-\d{{8,}}")  # the name that a run gives it
+# What no link may be, because a run writes there, or its job.
+FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, CONSOLE_FILE, "wandb")
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a run has made this folder its own."""
+    return read_json(folder / MARKER).get("made_by") == MADE_BY
+
+
+def mark(folder: Path) -> None:
+    """Makes a folder a run's, which it stays wherever it is moved.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    if not is_marked(folder):
+        about = "This folder is a run's. What the run has written in it may be replaced by run.overwrite=true."
+        write_json(folder / MARKER, {"made_by": MADE_BY, "about": about})
+
+
+def find_obstacle(folder: Path) -> tuple[str, str] | None:
+    """Why a run must not use a folder, whatever its settings allow: as the end of a sentence, and what to do."""
+    links = _find_links(folder)
+    if links:
+        fix = "Remove the link. For a run on another disk, set run.folder to a folder there, which may be a link."
+        return f"holds the link {', '.join(links)}, and a run follows no links in its folder.", fix
+    others: list[str] = []
+    if not is_marked(folder):
+        others = [name for name in OWN_NAMES if (folder / name).exists()]
+    steps = checkpoint_folders(folder / CHECKPOINTS)
+    unknown = [f"{CHECKPOINTS}/{path.name}" for path in steps if not is_checkpoint(path)]
+    have_own_names = all(OWN_CHECKPOINT.fullmatch(name) for name in unknown)
+    if unknown and have_own_names and not others:  # copied in part, perhaps
+        fix = "Move this away: the same command then goes on from the checkpoint before, if there is one."
+        return f"holds {', '.join(unknown)}, whose {MANIFEST} is missing or damaged.", fix
+    others += unknown
+    if others:
+        fix = "Set another run.name= or run.folder=, or move these away. Only what a run has written is replaced."
+        return f"holds {', '.join(others)}, of no run.", fix
+    return None
+
+
+def _find_links(folder: Path) -> list[str]:
+    """The links in a run folder at places where a run writes."""
+    links = [name for name in FOLLOWED if (folder / name).is_symlink()]
+    if not links:  # checkpoints/ is a folder of its own
+        steps = checkpoint_folders(folder / CHECKPOINTS)
+        links = [f"{CHECKPOINTS}/{path.name}" for path in steps if path.is_symlink()]
+    return links
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest such as a run writes, so that it is a checkpoint, be it a damaged one."""
+    manifest = read_json(folder / MANIFEST)
+    return not folder.is_symlink() and {"sha256", "step", "files"} <= manifest.keys()

@@ -39,7 +39,9 @@ class Console(logging.Handler):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self.stream, self.is_live, self.is_colored = stream, can_redraw(stream), uses_color(stream)
+        self.stream = stream
+        self.is_live = can_redraw(stream)
+        self.is_colored = uses_color(stream)
         self._line = ""
         self.setFormatter(_Formatter())
 

@@ -4,19 +4,71 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.text import show_duration, show_number
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.console import COLOR, show_live
-from qlora_fsdp.records.progress import ProgressTable
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, METRICS_FILE, read_metrics
 from qlora_fsdp.records.trackers import Tracker, start_trackers
+
+ROWS_BETWEEN_HEADERS = 30
+# Name, least width, format and key of each figure; evaluations and hosts without GPUs lack some.
+COLUMNS = (
+    ("loss", 8, ".4f", "loss"),
+    ("eval loss", 9, ".4f", "eval_loss"),
+    ("grad norm", 9, ".4f", "grad_norm"),
+    ("lr", 8, ".2e", "learning_rate"),
+    ("tokens/s/GPU", 12, ",.0f", "tokens_per_second_per_gpu"),
+    ("MFU", 4, ".0%", "mfu"),
+    ("GiB", 5, ".1f", "gpu_peak_gib"),
+)
+OPTIONAL = ("eval_loss", "mfu", "gpu_peak_gib")  # whose columns are left out until there is a first figure
+GAP = "  "
+
+
+class ProgressTable:
+    """Makes the lines of the table."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.width = max(len("step"), 2 * len(str(num_steps)) + 1)
+        self._seen: set[str] = set()
+        self._rows_to_header = 0
+
+    def row(self, figures: Mapping[str, Any], eta_seconds: float | None = None, note: str = "") -> str:
+        """A line with what `figures`, the keys of a line of metrics.jsonl, say of a step or an evaluation."""
+        before = len(self._seen)
+        self._seen |= {key for key in OPTIONAL if figures.get(key) is not None}
+        if len(self._seen) > before:
+            self._rows_to_header = 0
+        cells = [f"{figures['step']}/{self.num_steps}".ljust(self.width)]
+        for name, width, spec, key in self._columns:
+            is_skipped = key == "loss" and figures.get("skipped")
+            text = "skipped" if is_skipped else show_number(figures.get(key), spec)
+            cells.append(text.rjust(max(width, len(name))))
+        return GAP.join([*cells, show_duration(eta_seconds).rjust(8), note]).rstrip()
+
+    def with_header(self, row: str) -> list[str]:
+        """The row, below the names of the columns where they were not shown lately or are others now."""
+        lines = [row]
+        if self._rows_to_header == 0:
+            self._rows_to_header = ROWS_BETWEEN_HEADERS
+            names = [name.rjust(max(width, len(name))) for name, width, _, _ in self._columns]
+            lines.insert(0, GAP.join(["step".ljust(self.width), *names, "ETA".rjust(8)]))
+        self._rows_to_header -= 1
+        return lines
+
+    @property
+    def _columns(self) -> Sequence[tuple[str, int, str, str]]:
+        return [column for column in COLUMNS if column[3] in self._seen or column[3] not in OPTIONAL]
+
 
 SECONDS_BETWEEN_ROWS = 10.0  # of steps, in the log's table; on a terminal the live line shows those between
 
@@ -33,9 +85,13 @@ class Journal:
     """
 
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
-        self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
+        self.folder = folder
+        self.is_main = is_main
+        self.num_steps = num_steps
+        self.first_step = first_step
         self.first_done = self.last_row = time.monotonic()
-        self.records, self.table = records_in(folder), ProgressTable(num_steps)
+        self.records = records_in(folder)
+        self.table = ProgressTable(num_steps)
         if is_main:
             with writing(folder):
                 _drop_later_lines(folder / METRICS_FILE, first_step)
@@ -47,10 +103,12 @@ class Journal:
         self._write({"step": figures["step"], "num_steps": self.num_steps, **figures})
         if not self.is_main:
             return
-        step, now = figures["step"], time.monotonic()
+        step = figures["step"]
+        now = time.monotonic()
         # The first step is recorded and compiled for those after it, and follows an evaluation.
         if step == self.first_step + 1:
-            self.first_done, seconds_a_step = now, figures["seconds"]
+            self.first_done = now
+            seconds_a_step = figures["seconds"]
         else:
             seconds_a_step = (now - self.first_done) / (step - self.first_step - 1)
         row = self.table.row(figures, seconds_a_step * (self.num_steps - step))
@@ -67,7 +125,8 @@ class Journal:
         figures = {"step": step, "eval_loss": eval_loss, **named}
         self._write({**figures, "eval_seconds": round(seconds, 3)})
         if self.is_main:
-            note = ", ".join([*(f"{name} {value:.4f}" for name, value in metrics.items()), f"{seconds:.1f} s"])
+            notes = [f"{name} {value:.4f}" for name, value in metrics.items()]
+            note = ", ".join([*notes, f"{seconds:.1f} s"])
             self._log_row(self.table.row(figures, note=note), "cyan")
 
     def generations(self, step: int, rows: list[dict[str, Any]]) -> None:

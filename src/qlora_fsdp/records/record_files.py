@@ -79,7 +79,8 @@ class RecordFiles:
             self._write_waiting(list(self._waiting))
         else:
             missing = f"missing: {', '.join(sorted(self._lost))}" if self._lost else "nothing is missing"
-            self.reason, self._lost = None, set()
+            self.reason = None
+            self._lost = set()
             log.warning(f"{self.folder} can be written again: {missing}.")
 
     def _fail(self, name: str, error: Exception) -> None:
@@ -131,7 +132,8 @@ def _append(file: Path, text: str) -> None:
     """Append text wholly or not at all; a reader may meet the beginning of it meanwhile."""
     with open_to_append(file) as stream:
         descriptor = stream.fileno()
-        size, rest = os.fstat(descriptor).st_size, text.encode("utf-8", "replace")
+        size = os.fstat(descriptor).st_size
+        rest = text.encode("utf-8", "replace")
         try:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]

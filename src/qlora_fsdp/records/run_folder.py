@@ -17,7 +17,7 @@ windows/           the tokenized rows of the last of these windows
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
 adapter/           the result
 start_adapter/     a copy of the adapter that the run started from, if lora.start is set
-.qlora_fsdp        says that the folder is a run's (ownership.py)
+.qlora_fsdp        says that the folder is a run's (check_run_folder.py)
 .lock              held by the run that is writing here
 .attempt           which start of which launch that is, so that a restart knows to resume
 checkpoints/       what an interrupted run resumes from
@@ -48,15 +48,21 @@ from qlora_fsdp.common.errors import RunFolderError, refuse
 from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.records.check_run_folder import check_run_folder
+from qlora_fsdp.records.check_run_folder import check_run_folder, find_obstacle, mark
 from qlora_fsdp.records.console import start_log, stop_log
-from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.record_files import holder
 from qlora_fsdp.records.run_state import CONFIG_FILE, ENVIRONMENT_FILE, LOCK, RECORDS, SUMMARY_FILE
 from qlora_fsdp.runtime.processes import Processes
 
 PACKAGES = (
-    *("qlora-fsdp", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "hydra-core"),
+    "qlora-fsdp",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "hydra-core",
     "safetensors",
 )
 
@@ -110,8 +116,10 @@ def open_run_folder(folder: Path, config: Config, processes: Processes, keep_rec
     """
     if processes.is_main:
         with writing(folder):
-            for stale in (SUMMARY_FILE, *(() if keep_records else RECORDS)):
-                remove(folder / stale)
+            remove(folder / SUMMARY_FILE)
+            if not keep_records:
+                for stale in RECORDS:
+                    remove(folder / stale)
             write_atomically(folder / CONFIG_FILE, to_yaml(config, as_written=True))
             write_json(folder / ENVIRONMENT_FILE, _describe_environment(processes))
     start_log(folder if processes.is_main else None)
@@ -203,9 +211,10 @@ def _lock(folder: Path) -> None:
                 time.sleep(0.2)
                 continue
             file.seek(0)
+            other = file.read().strip() or "another run"
             raise RunFolderError(
-                f"run.folder={folder} is in use: {file.read().strip() or 'another run'} is writing to it. Stop that "
-                "run, or set another run.name or run.folder."
+                f"run.folder={folder} is in use: {other} is writing to it. Stop that run, or set another run.name or "
+                "run.folder."
             ) from None
         except OSError:
             return  # the file system has no locks

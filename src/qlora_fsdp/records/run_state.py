@@ -24,23 +24,32 @@ from qlora_fsdp.common.foreign_files import open_regular, read_small
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
-CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # the folder with a folder for each
 LOG_FILE = "train.log"
 CONSOLE_FILE = "console.log"  # what the processes of a job printed
-SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
 GENERATIONS_FILE = "generations.jsonl"
 STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 WINDOWS_FOLDER = "windows"  # the tokenized rows of the last of them
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
-WANDB_FILE, MLFLOW_FILE = "wandb.json", "mlflow.json"  # each has the id that the tracker knows the run by
+WANDB_FILE = "wandb.json"  # the id that the tracker knows the run by
+MLFLOW_FILE = "mlflow.json"  # the same
 START_FOLDER = "start_adapter"  # a copy of the adapter that the run started from
 # A new run in the folder removes these, which would otherwise have the records of two runs.
 RECORDS = (
-    *(METRICS_FILE, LOG_FILE, REPORT_FILE, GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER),
-    *(START_FOLDER, WINDOWS_FOLDER),
+    METRICS_FILE,
+    LOG_FILE,
+    REPORT_FILE,
+    GENERATIONS_FILE,
+    BAD_STEPS_FOLDER,
+    TENSORBOARD_FOLDER,
+    START_FOLDER,
+    WINDOWS_FOLDER,
 )
 MANIFEST = "manifest.json"  # of a checkpoint
 SWEEP_FILE = "sweep.json"
@@ -138,36 +147,54 @@ def read_run(folder: Path) -> RunState:
     """Read the state of the run in `folder`. A folder that does not exist is a `new` run."""
     summary = read_json(folder / SUMMARY_FILE)
     lines = list(read_metrics(folder, last=True))
-    steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
-    last, evaluated = steps[-1] if steps else {}, evaluations[-1] if evaluations else {}
-    status, timed = _text(summary, "status") or _status(folder), steps[-NUM_STEPS_TIMED:]
-    losses = [_number(line, "loss") for line in steps if not line.get("skipped")]
-    losses = [loss for loss in losses if loss is not None][-NUM_FINAL:]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    last = steps[-1] if steps else {}
+    last_evaluation = evaluations[-1] if evaluations else {}
+    timed = steps[-NUM_STEPS_TIMED:]
+    status = _text(summary, "status") or _status(folder)
     checkpoints = checkpoint_folders(folder / CHECKPOINTS)
-    age = None
-    if checkpoints:
-        with suppress(OSError):  # the run may be removing it
-            age = max(0.0, time.time() - (checkpoints[-1] / MANIFEST).stat().st_mtime)
-    num_steps, seconds = _number(last, "num_steps"), _median(timed, "seconds")
-    eta = None
-    if status == "running" and num_steps and seconds is not None and math.isfinite(seconds):
-        eta = seconds * (num_steps - (_number(last, "step") or 0))
+    checkpoint = checkpoints[-1] if checkpoints else None
+    speed = _number(summary, "tokens_per_second_per_gpu")
     return RunState(
         folder,
         status,
         step=_first(_number(summary, "steps"), _number(last, "step")),
-        num_steps=num_steps,
-        loss=_first(_number(summary, "final_loss"), statistics.fmean(losses) if losses else None),
-        eval_loss=_first(_number(summary, "eval_loss"), _number(evaluated, "eval_loss")),
-        tokens_per_second_per_gpu=_first(
-            _number(summary, "tokens_per_second_per_gpu"), _median(timed, "tokens_per_second_per_gpu")
-        ),
+        num_steps=_number(last, "num_steps"),
+        loss=_first(_number(summary, "final_loss"), _mean_loss(steps)),
+        eval_loss=_first(_number(summary, "eval_loss"), _number(last_evaluation, "eval_loss")),
+        tokens_per_second_per_gpu=_first(speed, _median(timed, "tokens_per_second_per_gpu")),
         gpu_peak_gib=_first(_number(summary, "step_gpu_peak_gib"), _number(last, "gpu_peak_gib")),
-        eta_seconds=eta,
-        checkpoint=checkpoints[-1] if checkpoints else None,
-        checkpoint_age_seconds=age,
+        eta_seconds=_eta(last, _median(timed, "seconds")) if status == "running" else None,
+        checkpoint=checkpoint,
+        checkpoint_age_seconds=None if checkpoint is None else _age(checkpoint),
         error=_text(summary, "error"),
     )
+
+
+def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean loss of the last steps whose gradient was used."""
+    losses = [_number(line, "loss") for line in steps if not line.get("skipped")]
+    losses = [loss for loss in losses if loss is not None]
+    return statistics.fmean(losses[-NUM_FINAL:]) if losses else None
+
+
+def _eta(last: Mapping[str, Any], seconds_a_step: float | None) -> float | None:
+    """Seconds until the last step, from the line of the newest one."""
+    num_steps = _number(last, "num_steps")
+    if not num_steps or seconds_a_step is None or not math.isfinite(seconds_a_step):
+        return None
+    step = _number(last, "step") or 0
+    return float(seconds_a_step * (num_steps - step))
+
+
+def _age(checkpoint: Path) -> float | None:
+    """Seconds since a checkpoint was written; None where the run is just removing it."""
+    try:
+        written = (checkpoint / MANIFEST).stat().st_mtime
+    except OSError:
+        return None
+    return max(0.0, time.time() - written)
 
 
 def is_finished(folder: Path) -> bool:
@@ -243,15 +270,19 @@ def read_jobs(file: Path) -> list[tuple[Path, dict[str, str]]]:
 
     They are beside the file, also where the sweep was moved, or copied from another machine.
     """
-    jobs, here = read_json(file).get("jobs"), file.parent.resolve()
-    return [
-        (here / Path(job["folder"]).name, {str(key): str(value) for key, value in job["overrides"].items()})
-        for job in (jobs if isinstance(jobs, list) else [])
-        if isinstance(job, dict)
-        and isinstance(job.get("folder"), str)
-        and "\0" not in job["folder"]
-        and isinstance(job.get("overrides"), dict)
-    ]
+    jobs = read_json(file).get("jobs")
+    if not isinstance(jobs, list):
+        return []
+    here = file.parent.resolve()
+    found: list[tuple[Path, dict[str, str]]] = []
+    for job in jobs:
+        folder = job.get("folder") if isinstance(job, dict) else None
+        if not isinstance(folder, str) or "\0" in folder:
+            continue
+        overrides = job.get("overrides")
+        if isinstance(overrides, dict):
+            found.append((here / Path(folder).name, {str(key): str(value) for key, value in overrides.items()}))
+    return found
 
 
 def _text(values: Mapping[str, Any], key: str) -> str | None:
@@ -278,9 +309,12 @@ def _status(folder: Path) -> str:
     """The status of a run without a summary."""
     if not _is_run_folder(folder):
         return "new"
+    if _is_locked(folder / LOCK):
+        return "running"
     files = [folder / name for name in (METRICS_FILE, LOG_FILE, ENVIRONMENT_FILE)]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-    if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
+    is_fresh = time.time() - newest < FRESH_SECONDS
+    if is_fresh and not (folder / LOCK).exists():
         return "running"
     with suppress(OSError):  # each start writes an environment, and the end an adapter: summary.json may have no room
         if (folder / "adapter").stat().st_mtime >= (folder / ENVIRONMENT_FILE).stat().st_mtime:

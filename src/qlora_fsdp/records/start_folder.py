@@ -41,7 +41,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` counted for the first start, and do not
     count again. Whether the folder holds a checkpoint is not checked here.
     """
-    own, resume = checkpoint_folders(own_checkpoints(config)), config.checkpoint.resume
+    own = checkpoint_folders(own_checkpoints(config))
+    resume = config.checkpoint.resume
     if own and is_restart(config):
         return own[-1]
     if resume == "none" or (resume == "auto" and config.run.overwrite):
@@ -58,7 +59,8 @@ def own_checkpoints(config: Config) -> Path:
 
 def is_restart(config: Config) -> bool:
     """Whether an earlier attempt of this same launch has begun to train in the run folder."""
-    before, now = read_json(Path(config.run.folder).expanduser() / ATTEMPT), describe_attempt(os.environ)
+    before = read_json(Path(config.run.folder).expanduser() / ATTEMPT)
+    now = describe_attempt(os.environ)
     restarts = before.get("restarts")
     is_whole = isinstance(restarts, list) and all(type(number) is int for number in restarts)
     return is_whole and before.get("launch") == now["launch"] and restarts < now["restarts"]
@@ -66,11 +68,16 @@ def is_restart(config: Config) -> bool:
 
 def find_start(config: Config) -> Path:
     """The folder in which the adapter of `lora.start` is read: that of a run that is resumed, or the one typed."""
-    checkpoint, run_folder = checkpoint_to_resume(config), own_checkpoints(config).parent
-    copy = None if checkpoint is None else checkpoint.parent.parent / START_FOLDER
-    if checkpoint is None and not config.run.overwrite and is_finished(run_folder):
+    checkpoint = checkpoint_to_resume(config)
+    run_folder = own_checkpoints(config).parent
+    copy = None
+    if checkpoint is not None:
+        copy = checkpoint.parent.parent / START_FOLDER
+    elif not config.run.overwrite and is_finished(run_folder):
         copy = run_folder / START_FOLDER  # a job of a sweep that has nothing left to do
-    return copy if copy is not None and (copy / ADAPTER_CONFIG).is_file() else typed_folder(config)
+    if copy is not None and (copy / ADAPTER_CONFIG).is_file():
+        return copy
+    return typed_folder(config)
 
 
 def keep_start(folder: Path, run_folder: Path) -> None:

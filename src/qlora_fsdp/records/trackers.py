@@ -19,7 +19,8 @@ from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, asked_wandb_mode, trackers
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import MLFLOW_FILE, TENSORBOARD_FOLDER, WANDB_FILE, read_json
 
-MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # what MLflow takes of settings at a time, and of a value
+MAX_PARAMS = 100  # settings that MLflow takes at a time
+MAX_PARAM_LENGTH = 500  # characters that it takes of a value
 
 
 class Tracker(Protocol):
@@ -68,7 +69,8 @@ class WandbTracker:
     def __init__(self, folder: Path, config: Config, mode: WandbMode, resumes: bool) -> None:
         import wandb
 
-        self.tracking, self.last_step = config.tracking, 0
+        self.tracking = config.tracking
+        self.last_step = 0
         file = folder / WANDB_FILE
         run_id = (read_json(file).get("id") if resumes else None) or secrets.token_hex(4)
         with writing(folder):
@@ -87,7 +89,8 @@ class WandbTracker:
         try:
             self.run = start(mode=cast(Any, mode.value))
         except wandb.Error as error:  # no network, or a key that W&B refuses: no reason to lose a run
-            reason, files = first_line(error), folder / "wandb" / "offline-run-*"
+            reason = first_line(error)
+            files = folder / "wandb" / "offline-run-*"
             log.warning(f"W&B can't be reached: {reason}. It goes on offline; to send it later: wandb sync {files}")
             wandb.teardown(exit_code=1)  # else its service would say that the run's id is in use
             self.run = start(mode="offline")
@@ -147,7 +150,9 @@ class MlflowTracker:
     def __init__(self, folder: Path, config: Config, resumes: bool) -> None:
         import mlflow
 
-        file, self.log_adapter, self.mlflow = folder / MLFLOW_FILE, config.tracking.log_adapter, mlflow
+        self.log_adapter = config.tracking.log_adapter
+        self.mlflow = mlflow
+        file = folder / MLFLOW_FILE
         run_id = read_json(file).get("id") if resumes else None
         if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
             mlflow.set_experiment(config.tracking.project)
@@ -177,8 +182,9 @@ class TrackioTracker:
     def __init__(self, config: Config) -> None:
         import trackio
 
-        name, settings = config.run.name, plain_settings(config)
-        self.run = trackio.init(project=config.tracking.project, name=name, config=settings, resume="allow")
+        self.run = trackio.init(
+            project=config.tracking.project, name=config.run.name, config=plain_settings(config), resume="allow"
+        )
 
     def log(self, figures: dict[str, float], step: int) -> None:
         self.run.log(figures, step=step)

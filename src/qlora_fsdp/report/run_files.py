@@ -10,7 +10,6 @@ from typing import Any
 
 from qlora_fsdp.common.text import is_number, plural, show_duration
 from qlora_fsdp.config.identity import read_settings
-from qlora_fsdp.records.ending import commands_for
 from qlora_fsdp.records.run_state import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -21,6 +20,7 @@ from qlora_fsdp.records.run_state import (
     read_metrics,
     read_run,
 )
+from qlora_fsdp.records.run_summary import commands_for
 from qlora_fsdp.report.charts import running_mean
 
 SMOOTHED_PART = 50  # the smoothed loss is the mean over a 50th of the run's steps

@@ -24,12 +24,11 @@ from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.records.check_run_folder import check
-from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
 from qlora_fsdp.records.run_state import REPORT_FILE
-from qlora_fsdp.records.run_summary import RunSummary
+from qlora_fsdp.records.run_summary import RunSummary, describe_end
 from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage

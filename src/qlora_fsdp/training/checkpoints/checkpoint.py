@@ -45,7 +45,7 @@ from qlora_fsdp.common.errors import ResumeError, UserError
 from qlora_fsdp.common.files import digest_stream, remove
 from qlora_fsdp.common.foreign_files import open_regular, read_small
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.records.ownership import is_checkpoint
+from qlora_fsdp.records.check_run_folder import is_checkpoint
 from qlora_fsdp.records.run_state import MANIFEST, checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
