@@ -13,8 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from qlora_fsdp.launch.jobs import Job
-    from qlora_fsdp.launch.sweep import Sweep
+    from qlora_fsdp.launch.sweep import Job, Sweep
 
 
 class _SweepLauncher(Launcher):
@@ -28,7 +27,8 @@ class _SweepLauncher(Launcher):
     """
 
     def __init__(self, config_file: str | None, picked: Sequence[str]) -> None:
-        self._config_file, self._picked = config_file, picked
+        self._config_file = config_file
+        self._picked = picked
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from qlora_fsdp.launch.sweep import Sweep

@@ -25,9 +25,9 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.launch import local, multirun, sweep
-from qlora_fsdp.launch.command import launch_command, share_gpus
-from qlora_fsdp.launch.jobs import job_name
+from qlora_fsdp.launch.command import divide_gpus, launch_command
 from qlora_fsdp.launch.ranks import _wait
+from qlora_fsdp.launch.sweep import job_name
 from qlora_fsdp.train import main
 
 BASE = ["model=tiny", "data=random", "training.max_steps=3"]
@@ -295,7 +295,7 @@ def test_gpus_are_shared_out() -> None:
         for text in argv:
             key, _, value = text.partition("=")
             setattr(config.launch, key, json.loads(value))
-        return share_gpus(config, {"CUDA_VISIBLE_DEVICES": visible})
+        return divide_gpus(config, {"CUDA_VISIBLE_DEVICES": visible})
 
     assert share("") == [None]
     assert share("", "parallel=2") == [None, None]

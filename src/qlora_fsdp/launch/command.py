@@ -31,7 +31,11 @@ def launch_command(config: Config, slot: Slot, arguments: Sequence[str], module:
 def count_ranks(config: Config, slot: Slot) -> int | None:
     """Returns how many ranks a job has on its GPUs; None if a file of accelerate's says so."""
     launch = config.launch
-    return launch.num_processes or (None if launch.config_file is not None else len(slot or [""]))
+    if launch.num_processes:
+        return launch.num_processes
+    if launch.config_file is not None:
+        return None
+    return len(slot) if slot else 1
 
 
 def _names_machines(file: Path) -> bool:
@@ -43,13 +47,14 @@ def _names_machines(file: Path) -> bool:
     return isinstance(number, int) and number > 1
 
 
-def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
+def divide_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
     """Returns the GPUs of each of the jobs that run at the same time. No two jobs share a GPU.
 
     Raises:
         ConfigError: there are too few.
     """
-    launch, visible = config.launch, _visible_gpus(environ)
+    launch = config.launch
+    visible = _visible_gpus(environ)
     if not visible:
         if launch.devices:
             fix = "Set it to null to run on the CPU, or look at CUDA_VISIBLE_DEVICES."
@@ -59,12 +64,13 @@ def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
         reason = f"is not among the {len(visible)} visible GPUs, which are counted from 0."
         raise ConfigError([problem_with(config, "launch.devices", reason, "Name some of these, or set it to null.")])
     gpus = visible if launch.devices is None else [visible[index] for index in launch.devices]
-    size = launch.num_processes or len(gpus) // launch.parallel
-    if size == 0 or size * launch.parallel > len(gpus):
+    size = max(1, launch.num_processes or len(gpus) // launch.parallel)
+    num_needed = size * launch.parallel
+    if num_needed > len(gpus):
         if launch.parallel == 1:
             fix = "Set it lower, or make more visible through CUDA_VISIBLE_DEVICES or launch.devices."
             raise ConfigError([problem_with(config, "launch.num_processes", f"is more than {len(gpus)} GPUs.", fix)])
-        reason = f"needs {max(1, size) * launch.parallel} GPUs at {max(1, size)} a job, and there are {len(gpus)}."
+        reason = f"needs {num_needed} GPUs at {size} a job, and there are {len(gpus)}."
         fix = "Set launch.parallel or launch.num_processes lower."
         raise ConfigError([problem_with(config, "launch.parallel", reason, fix)])
     return [gpus[size * index : size * (index + 1)] for index in range(launch.parallel)]
@@ -73,5 +79,6 @@ def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
 def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Returns the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
+        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return [name for name in names if name not in ("", "-1")]
     return [index for (index,) in query_gpus("index")]

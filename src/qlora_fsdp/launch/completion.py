@@ -6,7 +6,7 @@ The shell calls `qlora-fsdp completion LINE` at each tab, and gets the words tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,14 +53,18 @@ def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
 def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
     """Returns the words that the last word of a command line may become, sorted; none where the shell names files."""
     words = line.split(" ")
-    word, name = words[-1], words[1] if len(words) > 1 else ""
+    word = words[-1]
+    possible: Iterable[str]
     if len(words) < 3:
-        possible: Iterator[str] = (f"{command} " for command in commands)
-    elif name in WITHOUT_SETTINGS or words[-2] in WITH_VALUE:
-        return []
+        possible = [f"{command} " for command in commands]
+    elif words[1] in WITHOUT_SETTINGS or words[-2] in WITH_VALUE:
+        possible = []
     else:
-        own = _own_settings(commands.get(name))
-        possible = (f"{key}=" for key in own) if name in ONLY_OWN_SETTINGS else _settings(word, own)
+        own = _own_settings(commands.get(words[1]))
+        if words[1] in ONLY_OWN_SETTINGS:
+            possible = [f"{key}=" for key in own]
+        else:
+            possible = _settings(word, own)
     return sorted(text for text in possible if text.startswith(word))
 
 

@@ -16,10 +16,9 @@ from qlora_fsdp.common.files import create
 from qlora_fsdp.common.startup import PARENT_PID
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import show_duration
-from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
-from qlora_fsdp.launch.jobs import Job
+from qlora_fsdp.launch.command import Slot, divide_gpus, launch_command
 from qlora_fsdp.launch.ranks import kill_tree, noting_signals, signal_ranks
-from qlora_fsdp.launch.sweep import Sweep
+from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, RunState
 
 POLL_SECONDS = 0.3
@@ -46,13 +45,14 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
     if not jobs:
         return
     config = jobs[0].config
-    slots = share_gpus(config, os.environ)
+    slots = divide_gpus(config, os.environ)
     if config.launch.dry_run:
         for job in jobs:
             gpus = f"CUDA_VISIBLE_DEVICES={','.join(slots[0])} " if slots[0] is not None else ""
             print(gpus + shlex.join(launch_command(job.config, slots[0], job.arguments)))
         return
-    waiting, running = deque(enumerate(jobs, start=1)), list[_Running]()
+    waiting = deque(enumerate(jobs, start=1))
+    running: list[_Running] = []
     with noting_signals() as signals:
         num_passed_on = 0
         while running or (waiting and not signals):
@@ -102,12 +102,15 @@ def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
 
 
 def _ending(item: _Running) -> str:
-    state, seconds = item.job.state, show_duration(time.monotonic() - item.started)
+    state = item.job.state
+    seconds = show_duration(time.monotonic() - item.started)
     if state.status == "finished":
         loss = "" if state.compared_loss is None else f", {state.compared_by} {state.compared_loss:.4f}"
         return f"finished in {seconds}{loss}"
-    reason = (state.error or _last_error(item) or f"exit code {item.process.returncode}").partition("\n")[0]
-    return f"{'interrupted' if state.status == 'interrupted' else 'failed'} after {seconds}: {reason}"
+    error = state.error or _last_error(item) or f"exit code {item.process.returncode}"
+    reason = error.partition("\n")[0]
+    what = "interrupted" if state.status == "interrupted" else "failed"
+    return f"{what} after {seconds}: {reason}"
 
 
 def _last_error(item: _Running) -> str | None:
@@ -115,7 +118,9 @@ def _last_error(item: _Running) -> str | None:
     with suppress(OSError):
         lines = (item.job.folder / CONSOLE_FILE).read_text(errors="replace").splitlines()
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
-        return errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), None)
+        if errors:
+            return errors[-1]
+        return next((line for line in reversed(lines) if line.strip()), None)
     return None
 
 

@@ -111,8 +111,9 @@ def _refuse_code(hydra: DictConfig, typed: Sequence[str]) -> None:
     """
     if any("_target_" in text or text.lstrip("+").startswith("hydra.callbacks") for text in typed):
         return
-    called = [str(hydra.launcher._target_), *_find_targets(OmegaConf.to_container(hydra.sweeper))]
-    called += ["hydra.callbacks"] if hydra.callbacks else []
+    called = [str(hydra.launcher._target_), *_find_called(OmegaConf.to_container(hydra.sweeper))]
+    if hydra.callbacks:
+        called.append("hydra.callbacks")
     problems = [
         Problem(target, "is no launcher or sweeper that is installed.", "Remove it from the files of --config-dir.")
         for target in called
@@ -121,14 +122,14 @@ def _refuse_code(hydra: DictConfig, typed: Sequence[str]) -> None:
     refuse(problems)
 
 
-def _find_targets(value: Any) -> Iterator[str]:
+def _find_called(value: Any) -> Iterator[str]:
     """What a section of Hydra's would have called."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in ("_target_", "custom_search_space") and item is not None:
                 yield str(item)
             else:
-                yield from _find_targets(item)
+                yield from _find_called(item)
 
 
 def _unwritable(folder: Path) -> Iterator[Problem]:

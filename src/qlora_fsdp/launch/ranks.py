@@ -26,7 +26,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
-from qlora_fsdp.launch.command import Slot, count_ranks, launch_command, share_gpus
+from qlora_fsdp.launch.command import Slot, count_ranks, divide_gpus, launch_command
 from qlora_fsdp.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.2
@@ -65,7 +65,7 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
     """
     if config.launch.parallel > 1:
         refuse([problem_with(config, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
-    (slot,) = share_gpus(config, environ)
+    (slot,) = divide_gpus(config, environ)
     return Plan(count_ranks(config, slot), slot)
 
 
@@ -123,7 +123,9 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
     Raises:
         Interrupted: by a signal that the ranks could not answer, so that they were killed.
     """
-    num_passed_on, killed_because, had_ranks = 0, "", False
+    num_passed_on = 0
+    killed_because = ""
+    had_ranks = False
     while True:
         with suppress(subprocess.TimeoutExpired):
             exit_code = process.wait(POLL_SECONDS)

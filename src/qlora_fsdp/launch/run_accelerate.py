@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _launch(argv)
         except RankFailed as failed:
-            # Has a rank printed why?
-            return int(ending.read_text() or failed.exit_code) if ending.is_file() else failed.explain()
+            has_printed_why = ending.is_file()
+            if has_printed_why:
+                return int(ending.read_text() or failed.exit_code)
+            return failed.explain()
         except UserError as error:
             print_error(error)
             return error.exit_code
@@ -66,8 +68,9 @@ class RankFailed(Exception):
         if number not in SIGNALS:
             name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
             process = "its process" if self.pid is None else f"process {self.pid}"
-            memory, crash = "If it was for want of memory, dmesg says so.", "Lines above may say more."
-            hint = memory if number == signal.SIGKILL else crash
+            hint = "Lines above may say more."
+            if number == signal.SIGKILL:
+                hint = "If it was for want of memory, dmesg says so."
             error = RankError(f"rank {self.rank} was ended by {name}: {process} said no word. {hint}")
         print_error(error)
         return error.exit_code

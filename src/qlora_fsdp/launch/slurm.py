@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem, refuse
 from qlora_fsdp.common.files import write_atomically
@@ -21,8 +22,7 @@ from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.launch.jobs import Job
-from qlora_fsdp.launch.sweep import Sweep
+from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
 
 POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
@@ -66,36 +66,46 @@ def _render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> s
         working_folder: the folder that relative paths start from.
     """
     config = jobs[0].config
-    parts = [_options(jobs, config, folder, working_folder), _surroundings(config), _arguments(jobs)]
-    refresh = ""
+    parts = [
+        _options(jobs, config, folder, working_folder),
+        _surroundings(config),
+        _arguments(jobs),
+        _step(config),
+        _ENDING,
+    ]
     if len(jobs) > 1 and not config.slurm.container:
-        refresh = f"{shlex.quote(sys.executable)} -m qlora_fsdp.report {shlex.quote(str(folder))} >/dev/null"
-    return "\n\n".join(part for part in [*parts, _step(config), _ENDING, refresh, "exit $status"] if part) + "\n"
+        parts.append(f"{shlex.quote(sys.executable)} -m qlora_fsdp.report {shlex.quote(str(folder))} >/dev/null")
+    parts.append("exit $status")
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _options(jobs: Sequence[Job], config: Config, folder: Path, working_folder: Path) -> str:
     slurm = config.slurm
     name = re.sub(r"[^\w.-]", "-", config.run.name)
-    is_array = len(jobs) > 1
-    limit = f"%{config.launch.parallel}" if config.launch.parallel > 1 else ""
-    options = [
-        f"--job-name={name}",
-        f"--array=0-{len(jobs) - 1}{limit}" if is_array else None,
-        f"--partition={slurm.partition}" if slurm.partition else None,
-        f"--account={slurm.account}" if slurm.account else None,
-        f"--time={slurm.time}" if slurm.time else None,
-        f"--nodes={slurm.nodes}",
-        "--ntasks-per-node=1",
-        f"--gpus-per-node={slurm.gpus_per_node}" if slurm.gpus_per_node else None,
-        f"--cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else None,
-        f"--chdir={working_folder}",
-        f"--output={folder}/slurm-{'%A_%a' if is_array else '%j'}.out",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{slurm.signal_seconds}",
-        *slurm.options,
-    ]
-    return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_word(option)}" for option in options if option)])
+    array = None
+    output = f"{folder}/slurm-%j.out"
+    if len(jobs) > 1:
+        array = f"0-{len(jobs) - 1}"
+        output = f"{folder}/slurm-%A_%a.out"
+        if config.launch.parallel > 1:
+            array += f"%{config.launch.parallel}"
+    values = {
+        "job-name": name,
+        "array": array,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time,
+        "nodes": slurm.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": slurm.gpus_per_node,
+        "cpus-per-task": slurm.cpus_per_task,
+        "chdir": working_folder,
+        "output": output,
+        "open-mode": "append",
+    }
+    options = [f"--{name}={value}" for name, value in values.items() if value]
+    options += ["--requeue", f"--signal=B:USR1@{slurm.signal_seconds}", *slurm.options]
+    return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_word(option)}" for option in options)])
 
 
 def _surroundings(config: Config) -> str:
@@ -115,21 +125,29 @@ def _arguments(jobs: Sequence[Job]) -> str:
 
 def _step(config: Config) -> str:
     """Starts `srun` in the background, so that the shell receives signals."""
-    slurm, launch = config.slurm, config.launch
+    slurm = config.slurm
+    launch = config.launch
+    has_many_nodes = slurm.nodes > 1
     num_local = launch.num_processes or slurm.gpus_per_node or 1
-    own = None if launch.config_file is None else Path(launch.config_file).expanduser().resolve()
-    config_file = own or shipped_file(f"accelerate_configs/{'multi' if slurm.nodes > 1 else 'one'}_node.yaml")
+    if launch.config_file is not None:
+        config_file = Path(launch.config_file).expanduser().resolve()
+    elif has_many_nodes:
+        config_file = shipped_file("accelerate_configs/multi_node.yaml")
+    else:
+        config_file = shipped_file("accelerate_configs/one_node.yaml")
     python = "python" if slurm.container else sys.executable
     container = f" --container-image={shlex.quote(slurm.container)}" if slurm.container else ""
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
     options = f"--config_file {shlex.quote(str(config_file))} --num_processes {num_local * slurm.nodes}"
-    if slurm.nodes > 1:
+    meeting = ""
+    node = ""
+    if has_many_nodes:
         meeting = 'MAIN_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         meeting += "MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))\n"
         options += f' --num_machines {slurm.nodes} --main_process_ip "$MAIN_NODE" --main_process_port "$MAIN_PORT"'
         node = ' --machine_rank "$SLURM_NODEID"'
     else:
-        meeting, options, node = "", options + " --main_process_port 0", ""
+        options += " --main_process_port 0"
     return (
         f"{_SECRET}\n{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
         f"launcher=({shlex.quote(python)} {options})\n"
@@ -194,11 +212,13 @@ def _refuse_differences(jobs: Sequence[Job]) -> None:
 
 def _find_misfits(config: Config) -> Iterator[Problem]:
     """Yields settings that SLURM would ignore, or that fail only when the job has its turn."""
-    launch, slurm = config.launch, config.slurm
+    launch = config.launch
+    slurm = config.slurm
     if launch.devices is not None:
         reason = "has no effect with hydra/launcher=slurm, where SLURM chooses the GPUs."
         yield problem_with(config, "launch.devices", reason, "Set slurm.gpus_per_node, or leave it out.")
-    if launch.num_processes is not None and launch.num_processes > (slurm.gpus_per_node or launch.num_processes):
+    num_processes = launch.num_processes or 0
+    if slurm.gpus_per_node and num_processes > slurm.gpus_per_node:
         reason = f"is more than slurm.gpus_per_node={slurm.gpus_per_node}, and each process on a node has a GPU."
         yield problem_with(config, "launch.num_processes", reason, "Leave it out: it follows from slurm.gpus_per_node.")
     if odd := [option for option in slurm.options if not option.startswith("-")]:
@@ -208,18 +228,26 @@ def _find_misfits(config: Config) -> Iterator[Problem]:
 
 def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:
     """A line break in a value would begin a line of its own in the script, which SLURM or the shell might obey."""
-    slurm, launch = jobs[0].config.slurm, jobs[0].config.launch
-    texts = {f"slurm.{key}": value for key, value in asdict(slurm).items() if key != "setup"}
-    texts |= {"launch.config_file": launch.config_file, "run.folder": [str(folder), *(str(j.folder) for j in jobs)]}
-    texts |= {"The working folder": str(working_folder), "The path of Python": sys.executable}
+    config = jobs[0].config
+    settings: dict[str, Any] = {f"slurm.{key}": value for key, value in asdict(config.slurm).items() if key != "setup"}
+    settings["launch.config_file"] = config.launch.config_file
+    settings["run.folder"] = [str(folder), *(str(job.folder) for job in jobs)]
+    reason = "has a line break or another control character, which no job script may have."
+    fix = "Name it without."
     problems = []
-    for name, values in texts.items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, str) and CONTROL_CHARACTER.search(value):
-                what = f"{name}={printable(value)}" if "." in name else f"{name}, {printable(value)},"
-                reason = "has a line break or another control character, which no job script may have."
-                problems.append(Problem(what, reason, "Name it without.", name if "." in name else ""))
+    for name, value in settings.items():
+        for text in _control_characters(value):
+            problems.append(Problem(f"{name}={text}", reason, fix, name))
+    for name, value in {"The working folder": str(working_folder), "The path of Python": sys.executable}.items():
+        for text in _control_characters(value):
+            problems.append(Problem(f"{name}, {text},", reason, fix, ""))
     refuse(problems)
+
+
+def _control_characters(value: Any) -> list[str]:
+    """The texts among a setting's values that have control characters, printable."""
+    values = value if isinstance(value, list) else [value]
+    return [printable(text) for text in values if isinstance(text, str) and CONTROL_CHARACTER.search(text)]
 
 
 def _are_queued(jobs: Sequence[Job]) -> bool:
