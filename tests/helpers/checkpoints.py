@@ -45,6 +45,12 @@ DELTA = {
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
 }
+# Sizes that differ between layers, keys and values that later layers take from earlier ones, embeddings for each layer.
+GEMMA4 = {
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 16, "head_dim": 16, "global_head_dim": 32},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+PER_LAYER = {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCAB}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 # Families that are not in every list of tests; mechanisms that these have and those above do not.
 OTHER_FAMILIES: dict[str, dict[str, object]] = {
@@ -63,6 +69,13 @@ OTHER_FAMILIES: dict[str, dict[str, object]] = {
         **{"head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 64, "laurel_rank": 64},
         **{"vocab_size_per_layer_input": 264, "layer_types": ["sliding_attention", "full_attention"]},
         **{"activation_sparsity_pattern": [0.95, 0.0], "sliding_window": 16, "intermediate_size": [128, 128]},
+    },
+    "gemma4_text": {**GEMMA4, **PER_LAYER},
+    "gemma4_unified_text": {
+        **GEMMA4,
+        "num_kv_shared_layers": 0,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
     },
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},

@@ -19,7 +19,7 @@ from qlora_fsdp.common.errors import AdapterError, ConfigError, Problem
 from qlora_fsdp.config.schema import Config, LoraConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_values
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
-from qlora_fsdp.layers.attention.choose import choose_attention
+from qlora_fsdp.layers.attention.choose import choose_attention, describe_wide_heads
 from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
@@ -235,6 +235,7 @@ def _try_small_model(
         deterministic=config.training.deterministic and not generates,
     )
     notes = [slower] if slower else []
+    notes += describe_wide_heads(attention, files.config)
     if slices:
         check_slices(files.config, config, traits)
         attention = whole_attention(attention, slower, files.config, config, device)

@@ -10,9 +10,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PretrainedConfig
 
+from qlora_fsdp.common.layer_sizes import head_sizes
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
-from qlora_fsdp.layers.attention.choose import head_dim
 from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.model.experts import num_chosen
 from qlora_fsdp.runtime.rows import rows_of_rank
@@ -26,7 +26,7 @@ class FlopCounter:
         frozen_weights: elements of frozen matrices that a token is multiplied by. Each takes 2 FLOPs per token in
             forward, and 2 for the gradient of the input.
         trained_weights: elements of trained matrices. Each takes 2 more for its own gradient.
-        attention_width: heads x head size, summed over layers.
+        attention_width: heads x head size, summed over layers. Where values are narrower than keys, the mean of both.
     """
 
     frozen_weights: int
@@ -74,9 +74,8 @@ def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
                 trained += share * module.weight.numel()
             else:
                 frozen += share * module.weight.numel()
-    num_heads = getattr(config, "num_attention_heads", 0) or 1
-    width = getattr(config, "num_hidden_layers", 0) * num_heads * head_dim(config)
-    return FlopCounter(round(frozen), round(trained), width)
+    width = sum(layer.num_heads * (layer.key_size + layer.value_size) for layer in head_sizes(config)) / 2
+    return FlopCounter(round(frozen), round(trained), round(width))
 
 
 def _router_weights(module: nn.Module, num_experts: int) -> int:

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.layer_sizes import values_by_layer
 from qlora_fsdp.layers.experts.forward import expert_weight_names, mentions_experts
 from qlora_fsdp.layers.experts.grouped_products import ExpertWeight
 from qlora_fsdp.weights.composed import ComposedTensor
@@ -63,7 +64,7 @@ def is_apart(stored: object) -> bool:
 def num_chosen(block: nn.Module, config: PretrainedConfig) -> int | None:
     """How many experts a token is sent to, by the router beside them or by the model's config; None if neither says."""
     by_router = [getattr(module, "top_k", None) for module in block.modules()]
-    by_config = [getattr(config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
+    by_config = values_by_layer(config, "num_experts_per_tok", "top_k_experts", "moe_topk")
     return next((number for number in (*by_router, *by_config) if type(number) is int), None)
 
 

@@ -101,6 +101,9 @@ def _bytes_inside(operation: Any, args: Any) -> int:
         query, key = args[1:3]
         heads = 1 if query.ndim == 3 else -3
         return int(query.numel() * 4 + (2 * query.nbytes if query.shape[heads] != key.shape[heads] else 0))
+    if name == _EFFICIENT_BACKWARD and args[1].shape[-1] > _MAX_IN_REGISTERS:
+        query = args[1]
+        return int(query.numel() * 4)  # fp32 sums of the queries' gradient
     return 0
 
 
@@ -112,6 +115,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
+_EFFICIENT_BACKWARD = "aten::_scaled_dot_product_efficient_attention_backward"
+_MAX_IN_REGISTERS = 128  # head size up to which that kernel keeps its sums to itself
 _FLASH_BACKWARD = {
     "aten::_scaled_dot_product_flash_attention_backward",
     "torch_attn::_varlen_attn_backward",

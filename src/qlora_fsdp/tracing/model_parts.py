@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from qlora_fsdp.common.layer_sizes import head_sizes
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
-from qlora_fsdp.layers.attention.choose import head_dim
 from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
 from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
@@ -58,19 +58,14 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
         gathered_by_model=frozenset(names[id(unit)] for unit in units if unit in model.gathered_by_model),
         num_parameters=around + sum(count_bytes(layers[kind], 0, 1).num_base for kind in order),
         num_quantized=sum(kinds[kind].num_quantized for kind in order),
-        cached_bytes=len(order) * _cached_values(model.base.config.get_text_config()) * model.base.dtype.itemsize,
+        cached_bytes=_cached_values(model.base.config.get_text_config()) * model.base.dtype.itemsize,
         has_experts=has_experts(model),
     )
 
 
 def _cached_values(config: PretrainedConfig) -> int:
-    """Numbers of a token's keys and values in one layer. Some models' values are narrower than their keys."""
-    num_heads = getattr(config, "num_attention_heads", None) or 0
-    key_size = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
-    if key_size:  # latent attention, whose keys are made for every head
-        return int(num_heads * (key_size + (getattr(config, "v_head_dim", None) or key_size)))
-    num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return int(2 * num_key_heads * head_dim(config))
+    """Numbers of a token's keys and values, in all layers."""
+    return sum(layer.num_key_heads * (layer.key_size + layer.value_size) for layer in head_sizes(config))
 
 
 def _layer_kind(layer: nn.Module) -> LayerKind:

@@ -20,7 +20,7 @@ from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers.attention.choose import traced_attention
+from qlora_fsdp.layers.attention.choose import describe_wide_heads, traced_attention
 from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
@@ -178,7 +178,8 @@ class ModelTracer:
         if not model.layers:
             raise ValueError("it has no transformer layers")
         stand_ins, order = find_kinds(model)
-        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order), tuple(meta.notes))
+        notes = [*meta.notes, *describe_wide_heads(attention, self.files.config)]
+        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order), tuple(notes))
 
 
 @dataclass(frozen=True)

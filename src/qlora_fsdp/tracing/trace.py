@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
@@ -221,11 +222,13 @@ class _Call:
 
         Adapters may have had a part in making an argument, as in what Gemma 3n gives each layer beside its input.
         """
-        args, kwargs = tree_map_only(Tensor, _as_leaf, (self.args, self.kwargs))
+        args, kwargs = tree_map(_cut_off, (self.args, self.kwargs))
         return replace(self, hidden=None, args=args, kwargs=kwargs)
 
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((self.args, self.kwargs))
+        shared = [leaf for one in leaves if isinstance(one, UserDict) for leaf in tree_leaves(one.data)]
+        return [leaf for leaf in [*leaves, *shared] if isinstance(leaf, Tensor)]
 
     def run(self, layer: nn.Module, x: Tensor) -> Any:
         if self.is_named:
@@ -251,6 +254,8 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
     """Forward and backward of a layer by itself."""
     with live.paused():
         anchor = _anchor()
+        # What a layer puts into a table for later ones, such as shared keys and values, stays alive as the table does.
+        call = call.detached()
     live.start_phase()
     x = torch.empty(call.shape, dtype=call.dtype, device="meta")
     if needs_gradient:
@@ -278,6 +283,13 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
 
 def _nothing() -> None:
     return None
+
+
+def _cut_off(argument: Any) -> Any:
+    """An argument without the autograd graph that made it; a table that layers share (`KVSharingDict`) as a new one."""
+    if isinstance(argument, UserDict):
+        return type(argument)(tree_map_only(Tensor, _as_leaf, argument.data))
+    return _as_leaf(argument) if isinstance(argument, Tensor) else argument
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

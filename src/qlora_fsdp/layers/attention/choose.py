@@ -2,7 +2,8 @@
 
 Kernels are chosen by name in transformers' registry. Two of them are told where rows start: `flash_attention_4`
 (flash_attention_4.py), and `varlen`, which is torch's own variable-length flash attention, with sinks for models that
-have them (varlen.py). All others get a block-diagonal mask, which transformers derives from the position ids.
+have them (varlen.py). Layers whose heads are too wide for both take a kernel of their own (wide.py). All others get a
+block-diagonal mask, which transformers derives from the position ids.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.layer_sizes import HeadSizes, head_sizes
 from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
-from qlora_fsdp.layers.attention import varlen
+from qlora_fsdp.layers.attention import varlen, wide
 
 VARLEN = "qlora_fsdp_varlen"
 FLASH_4 = "qlora_fsdp_varlen_4"  # transformers takes a name with "flash" in it for one of its own packages
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # of flash kernels
 
 
 def choose_attention(
@@ -61,9 +63,7 @@ def choose_attention(
     if no_kernel is None and deterministic:
         no_flash_4 = "flash-attn-4 adds gradients in any order (training.deterministic=true)"
     elif no_kernel is None and wanted in ("auto", "flash_attention_4"):
-        num_heads = text.num_attention_heads
-        num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
-        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, head_dim(text), dtype, device)
+        no_flash_4 = _why_not_flash_4(text, dtype, device)
     for setting, reason in (("varlen", no_varlen), ("flash_attention_4", no_flash_4)):
         if wanted == setting and reason is not None:
             fix = "Set model.attn_implementation=auto."
@@ -128,10 +128,49 @@ def _why_not_this_model(config: PretrainedConfig, dtype: torch.dtype) -> str | N
     """Why the two kernels can't compute this model on any recent GPU; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
-    size = head_dim(config)
-    if size > MAX_HEAD_DIM or size % 8:
-        return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    heads = _attention_heads(config)
+    if not heads:
+        return "its config names no attention heads"
+    uneven = next((layer.key_size for layer in heads if layer.key_size % 8), None)
+    if uneven is not None:
+        return f"its head size {uneven} is not a multiple of 8"
     return why_not_by_starts(config)
+
+
+def _why_not_flash_4(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why FlashAttention-4 can't compute all layers whose heads are not too wide for it; None if it can."""
+    for layer in dict.fromkeys(layer for layer in _attention_heads(config) if not _is_wide(layer)):
+        reason = flash_4.why_not(layer.num_heads, layer.num_key_heads, layer.key_size, dtype, device)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _attention_heads(config: PretrainedConfig) -> list[HeadSizes]:
+    """The heads of each layer that has any."""
+    return [layer for layer in head_sizes(config) if layer.num_heads]
+
+
+def _is_wide(layer: HeadSizes) -> bool:
+    return max(layer.key_size, layer.value_size) > MAX_HEAD_DIM
+
+
+def describe_wide_heads(attention: str, config: PretrainedConfig) -> list[str]:
+    """A note for the user on layers that another kernel computes than the rest; none if there are no such layers.
+
+    Args:
+        attention: the chosen implementation: a name in transformers' registry.
+        config: the model's config.
+    """
+    heads = _attention_heads(config.get_text_config())
+    wide_heads = [layer for layer in heads if _is_wide(layer)]
+    if attention not in (VARLEN, FLASH_4) or not wide_heads:
+        return []
+    sizes = " and ".join(str(size) for size in sorted({layer.key_size for layer in wide_heads}))
+    return [
+        f"attention of {len(wide_heads)} of {len(heads)} layers has heads of {sizes}, too wide for flash kernels "
+        f"(up to {MAX_HEAD_DIM}): torch's memory-efficient kernel computes it (exact, slower over packed rows)"
+    ]
 
 
 def why_not_by_starts(config: PretrainedConfig) -> str | None:
@@ -141,12 +180,6 @@ def why_not_by_starts(config: PretrainedConfig) -> str | None:
     if getattr(config, "attention_dropout", None):
         return "it can't drop attention weights, as this model does (attention_dropout)"
     return None
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    """Size of an attention head."""
-    heads = getattr(config, "num_attention_heads", 0) or 1
-    return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
 
 
 def _note(no_flash_4: str | None, device: torch.device) -> str | None:
@@ -199,6 +232,10 @@ def varlen_attention(
     if cu_seq_lens_q is not None and len(cu_seq_lens_q) == batch + 1:
         cu_seq_lens_q = None  # each sequence is one row: as a long row is that ranks share
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
+        if s_aux is not None:
+            raise _wide_sinks(query.shape[-1])
+        return wide.attend(query, key, value, cu_seq_lens_q, window, scaling), None
     is_plain = window is None and s_aux is None
     num_rows = 0 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
     uses_flash_4 = uses_flash_4 and is_plain and query.shape[-1] == value.shape[-1]
@@ -222,6 +259,11 @@ def varlen_attention(
     else:
         out = varlen.attend(q, k, v, varlen.Rows(cu_seq_lens_q, max_length_q, window), scaling, s_aux)
     return out.view(batch, length, *out.shape[1:]), None
+
+
+def _wide_sinks(size: int) -> ConfigError:
+    reason = f"computes no sinks of heads as wide as {size}."
+    return ConfigError([Problem("model.attn_implementation", reason, "Set model.attn_implementation=eager.")])
 
 
 flash_attention_4 = partial(varlen_attention, uses_flash_4=True)

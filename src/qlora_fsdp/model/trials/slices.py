@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.layer_sizes import head_sizes
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, why_not_by_starts
@@ -34,7 +35,8 @@ def check_slices(model: PretrainedConfig, config: Config, traits: Traits) -> Non
     if traits.why_not_sliced is not None:
         reason = f"can't be used with {class_name(model)}, whose sequences can't be cut: {traits.why_not_sliced}."
         raise ConfigError([problem_with(config, SETTING, reason, FIX)])
-    check_heads(text.num_attention_heads, config.distributed.num_slices)
+    for num_heads in {layer.num_heads for layer in head_sizes(text)}:
+        check_heads(num_heads, config.distributed.num_slices)
     kind = _kind_by_longest(text, config.training.max_length)
     if kind is not None:
         reason = f"can't be used with rope_type {kind}: a slice would take the factors of its own longest position."
