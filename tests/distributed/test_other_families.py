@@ -34,6 +34,8 @@ OTHERS = CASES | WITHOUT_SDPA
 AUTO = {
     "qwen3_moe": (True, ["quant=none"]),
     "gemma3n_text": (True, ["quant=none"]),
+    "gemma4_text": (True, ["quant=none"]),
+    "gemma4_unified_text": (True, ["quant=none"]),
     "qwen3_next": (False, ["quant=none"]),
     "qwen3_5_text": (False, ["quant=none"]),
     "lfm2": (False, ["quant=none", "lora.target_modules=[q_proj,v_proj]"]),

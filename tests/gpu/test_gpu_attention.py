@@ -53,7 +53,7 @@ def plain_attention(
 
 @pytest.mark.parametrize("lengths", PACKS)
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256, 512])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_equals_plain_attention(
     monkeypatch: pytest.MonkeyPatch, kernel: Callable, lengths: list[int] | None, window: int | None, head_dim: int

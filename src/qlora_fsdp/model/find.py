@@ -72,9 +72,11 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
         if folder is not None and (folder / "config.json").is_file():
             _check_sizes(_read_config(folder / "config.json"))
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            overrides = dict(config.config) if config.weights is Weights.random and config.name == "custom" else {}
         elif config.config and config.weights is Weights.random:
             values = dict(config.config)
             hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+            overrides = {}  # that is all of them already
         else:
             fix = "Set model.path to a folder with config.json and safetensors files."
             if folder is not None and (folder / "adapter_config.json").is_file():
@@ -83,8 +85,8 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
         if not isinstance(hf_config.get_text_config(), PretrainedConfig):
             raise CheckpointError(f"model.path={config.path}: its text_config is no config. Copy or download it again.")
         check_same_model(config, hf_config.to_dict())
-        if config.name == "custom" and config.weights is Weights.random:
-            hf_config.get_text_config().update(dict(config.config))
+        of_text = overrides.pop("text_config", {})
+        hf_config.get_text_config().update(overrides | of_text)
         scale_rope(hf_config.get_text_config(), config.rope_scaling)
     except UserError:
         raise

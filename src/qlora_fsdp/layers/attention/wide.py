@@ -107,4 +107,5 @@ def _of_each_key_head(gradient_BHLD: Tensor, x_BGLD: Tensor) -> Tensor:
     num_key_heads = x_BGLD.shape[1]
     if gradient_BHLD.shape[1] == num_key_heads:
         return gradient_BHLD
-    return gradient_BHLD.unflatten(1, (num_key_heads, -1)).sum(2)
+    summed: Tensor = gradient_BHLD.unflatten(1, (num_key_heads, -1)).sum(2)
+    return summed

@@ -84,6 +84,9 @@ def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
         small[key] = {layer: {name: _shrink(name, item) for name, item in of.items()} for layer, of in entries.items()}
     small |= {key: WINDOW for key in _WINDOWS if isinstance(values.get(key), int) and WINDOW < values[key] < max_length}
     _fit_together(small, values)
+    for key, entries in _by_index(values).items():
+        for layer, entry in entries.items():
+            small[key][layer] |= _fit_layer(small | small[key][layer], values | entry)
     layers = _choose_layers(small, config.num_hidden_layers)
     if layers is not None:
         _keep_layers(small, config, layers)
@@ -108,13 +111,7 @@ def _shrink(key: str, value: Any) -> Any:
 
 def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set the sizes that follow from others: groups of heads, groups of experts, rotary factors."""
-    heads = next((values[key] for key in _HEADS if values.get(key)), None)
-    for key in _KEY_HEADS:
-        found = values.get(key)
-        if found is not None and heads is not None:  # one for all, one for each, or groups
-            small[key] = NUM_HEADS if found == heads else min(found, 2)
-    if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
-        small["head_dim"] = small["qk_rope_head_dim"]
+    small |= _fit_heads(small, values)
     if values.get("topk_group") is not None:
         key = "n_group" if "n_group" in values else "num_expert_group"
         small["topk_group"] = 1 if values["topk_group"] < values.get(key, 1) else small.get(key, 1)
@@ -131,6 +128,32 @@ def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(key), Mapping):
             small[key] = _shrink_rope(values[key], small.get("head_dim") or HEAD_DIM)
+
+
+def _fit_heads(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers and widths of heads that follow from others, of a small model."""
+    fitting: dict[str, int] = {}
+    heads = next((values[key] for key in _HEADS if values.get(key)), None)
+    for key in _KEY_HEADS:
+        found = values.get(key)
+        if found is not None and heads is not None:  # one for all, one for each, or groups
+            fitting[key] = NUM_HEADS if found == heads else min(found, 2)
+    size, rotated, plain = (values.get(key) for key in ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"))
+    if size is not None and size == rotated:
+        fitting["head_dim"] = small["qk_rope_head_dim"]
+    elif size is not None and rotated and plain and size == rotated + plain:
+        fitting["head_dim"] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"]
+    return fitting
+
+
+def _fit_layer(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
+    """The heads of a layer with sizes of its own, as far as they differ from those of the model.
+
+    Args:
+        small: the small model's sizes, with the layer's own.
+        values: the same at full size.
+    """
+    return {key: size for key, size in _fit_heads(small, values).items() if small[key] != size}
 
 
 def _shrink_rope(values: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
