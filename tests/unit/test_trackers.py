@@ -115,6 +115,7 @@ def test_tensorboard_has_one_curve_of_a_run_that_went_on(tmp_path: Path):
 
 def test_names_as_in_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////tmp/mlflow.db")
     monkeypatch.setattr("qlora_fsdp.config.trackers.find_spec", lambda name: None)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,10 @@
-"""Which trackers a run reports to, and whether they can be used here. Imports no torch."""
+"""Which trackers a run reports to, whether they can be used here, and where their settings come from.
+
+A tracker is told by its settings whom to connect to, with the user's key. These come from the environment and from the
+user's own folders. W&B and MLflow also look into the current folder, which may have been downloaded with a model or
+with data; that is refused here. trackio does not look there, and nothing of a run imports a library that reads `.env`
+or `.comet.config` there (tests/security/test_current_folder.py sees which files are opened). Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,8 @@ from qlora_fsdp.config.settings import problem_with
 
 HOW_TO_LOG_IN = "Run `wandb login`, or set WANDB_API_KEY"
 WANDB_HOST = "https://api.wandb.ai"
+WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")  # of the current folder, where W&B takes both before the user's
+MLFLOW_ADDRESS = "MLFLOW_TRACKING_URI"
 
 
 def trackers_of(config: Config) -> list[TrackerName]:
@@ -70,10 +78,33 @@ def check_trackers(config: Config) -> Iterator[Problem]:
             reason = f"needs the package {name.value}, which is not installed."
             fix = f"Run pip install {name.value}, or set tracking=none."
             yield problem_with(config, f"tracking.{setting}", reason, fix)
+    yield from _settings_of_the_current_folder(config)
     if asked_wandb_mode(config) is WandbMode.online and not _has_wandb_key():
         reason = "needs a key, and W&B has none here."
         fix = f"{HOW_TO_LOG_IN}; or set tracking.wandb=offline, which keeps W&B's files in the run folder."
         yield problem_with(config, "tracking.wandb", reason, fix)
+
+
+def _settings_of_the_current_folder(config: Config) -> Iterator[Problem]:
+    """Yields why a tracker would let the current folder say whom it connects to."""
+    trackers, folder = trackers_of(config), Path.cwd()
+    for name in WANDB_SETTINGS if TrackerName.wandb in trackers else ():
+        if (folder / name).exists():
+            setting = "report_to" if TrackerName.wandb in _named(config) else "wandb"
+            reason = (
+                f"would let W&B take its settings from {folder / name}: from the current folder, whoever wrote it. "
+            )
+            reason += "They say which server gets your key."
+            fix = f"Remove {name}, or start in another folder. If it is yours, say the same by W&B's environment "
+            fix += "variables (WANDB_BASE_URL, ...), in ~/.config/wandb/settings, or by tracking.wandb=offline and "
+            fix += "tracking.entity."
+            yield problem_with(config, f"tracking.{setting}", reason, fix)
+    if TrackerName.mlflow in trackers and not os.environ.get(MLFLOW_ADDRESS):
+        reason = f"needs {MLFLOW_ADDRESS}: without it MLflow takes mlflow.db or mlruns of the current folder, whoever "
+        reason += "wrote them. They say where files are sent."
+        fix = "Export it: the address of a server, or a file of yours, "
+        fix += f"{MLFLOW_ADDRESS}=sqlite:///{Path.home() / 'mlflow.db'}."
+        yield problem_with(config, "tracking.report_to", reason, fix)
 
 
 def _named(config: Config) -> list[TrackerName]:
