@@ -9,9 +9,19 @@ from itertools import groupby
 from pathlib import Path
 
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.schema import Run
 from qlora_fsdp.config.settings import Setting, all_settings, show
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+# What another value makes of a run that has begun
+RUN_WORDS = {
+    Run.same: "same run",
+    Run.same_shards: "same run",
+    Run.other: "another run",
+    Run.fixed: "another run, and fits no checkpoint",
+    Run.start: "same run",
+}
 
 INTRODUCTION = """\
 # Configuration
@@ -22,6 +32,9 @@ Every setting has a dotted name. Set it on the command line with `name=value`, o
 `group=option`:
 
     qlora-fsdp train model=llama3-8b quant=int8 data=chats.jsonl lora.r=32
+
+The tables say of each setting what another value makes of a run that has begun: the same run, or another one, which a
+checkpoint is not resumed for unless `checkpoint.allow_changes` names the setting ([checkpoints](checkpoints.md)).
 
 `model=ORG/NAME` or `model=FOLDER` is short for `model.path=...`, and `data=FILE` for `data.path=...`. Later wins: the
 schema's defaults, the options of the groups, the experiment, the file of `--config`, the single settings. `--cfg job`
@@ -95,10 +108,13 @@ def options_table(group: str) -> str:
 def settings_table(settings: list[Setting]) -> str:
     """Returns the table of a section's settings."""
     rows = [
-        f"| `{setting.key}` | {type_text(setting)} | `{default_text(setting)}` | {escape(setting.comment)} |"
+        f"| `{setting.key}` | {type_text(setting)} | `{default_text(setting)}` | {RUN_WORDS[setting.facets.run]} "
+        f"| {escape(setting.comment)} |"
         for setting in settings
     ]
-    return "\n".join(["| Setting | Value | Default | |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    return (
+        "\n".join(["| Setting | Value | Default | Another value | |", "| --- | --- | --- | --- | --- |", *rows]) + "\n"
+    )
 
 
 def top_comment(group: str, option: str) -> str:

@@ -28,7 +28,7 @@ from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.check_data import mix_problems
 from qlora_fsdp.config.check_model import is_local_path
-from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
+from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.commands import sweep_problems
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
@@ -62,14 +62,7 @@ DOES_NOT_FIT = 3  # exit code
 LONGEST = "training.max_length=max"  # what is typed to ask for the longest rows
 # A run also needs data, a tokenizer and a folder to write to, which may be on another machine. The model may be named
 # by its shape alone, and the end of the run matters only for its duration.
-NEEDS = Needs(
-    sections=tuple(section for section in TRAINING.sections if section not in ("run", "tracking")),
-    unused=(
-        *("model.path", "model.tokenizer_path"),
-        *("data.path", "data.eval_path", "data.mix", "data.chat_template", "data.near_duplicates"),
-    ),
-    optional=("training.max_steps",),
-)
+NEEDS = Needs(plans_only=True, optional=("training.max_steps",))
 USAGE = "qlora-fsdp preflight [hardware=COUNTxGIB|COUNTxNAME] [group=option ...] [setting=value ...]"
 
 

@@ -17,7 +17,7 @@ from qlora_fsdp.config.command_line import conf_folder, default_options, group_o
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.hydra_files import register_schema
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
-from qlora_fsdp.config.settings import EXAMPLES, all_settings, value_of
+from qlora_fsdp.config.settings import all_settings, example_of, value_of
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check
 
@@ -90,10 +90,10 @@ def test_mappings_take_keys_of_the_users_own() -> None:
 
 def test_every_mapping_has_an_example_that_a_shell_hands_on() -> None:
     mappings = {key for key, setting in all_settings().items() if setting.default == {}}
-    assert set(EXAMPLES) == mappings
-    for key, example in EXAMPLES.items():
-        (typed,) = shlex.split(f"{key}={example}")
-        assert value_of(quick_config.load_config([typed]), key) == yaml.safe_load(shlex.split(example)[0])
+    assert {key for key, setting in all_settings().items() if setting.facets.example} == mappings
+    for key in mappings:
+        (typed,) = shlex.split(example_of(key))
+        assert value_of(quick_config.load_config([typed]), key) == yaml.safe_load(typed.partition("=")[2])
 
 
 @pytest.mark.parametrize("path", ["~/a.jsonl", "/data/a=b (1).jsonl", "/data/ä.jsonl", "/it's/a.jsonl", "s\\t.jsonl"])

@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.identity import is_harmless, plain_default, plain_settings
+from qlora_fsdp.config.identity import plain_default, plain_settings
 from qlora_fsdp.config.settings import all_settings
 
 ROOT = Path(__file__).parents[2]
@@ -40,5 +40,5 @@ def test_the_page_on_checkpoints_names_each_setting_that_may_change_in_between()
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     told = page.partition("Settings that may change")[2].partition("Any other change is refused")[0]
     named = set(re.findall(r"`([\w.]+)`", told))
-    harmless = {key for key in all_settings() if is_harmless(key)}
+    harmless = {key for key, setting in all_settings().items() if setting.facets.run.is_same}
     assert {key for key in harmless if not named & {key, key.partition(".")[0], key.partition(".")[2]}} == set()

@@ -12,7 +12,7 @@ from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
 from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
 from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, MixUntil, TaskName
-from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, is_default, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, is_default, problem_with, several_data_sets, show, value_of
 
 # What data.columns can rename: the keys that data/columns.py and data/labels.py look for.
 _COLUMNS = (
@@ -68,7 +68,7 @@ def _paths(config: Config, key: str) -> Iterator[Problem]:
         here = f"seen from {Path.cwd()}"
         if is_pattern(path):
             fix = f"Set {key} to a pattern that does, to a folder, whose files are all read,"
-            fix += " or to a list of files." + (SEVERAL_DATA_SETS if key == "data.path" else "")
+            fix += " or to a list of files." + several_data_sets(key)
             yield problem_with(config, key, f"{named}matches no file, {here}.", fix)
         else:
             fix = f"Set {key} to a file or folder that does."
@@ -80,9 +80,6 @@ def _splits(config: Config) -> Iterator[Problem]:
         value = value_of(config, key)
         if value is not None and (reason := explain_split(value)):
             yield problem_with(config, key, f"{reason}.", _SPLIT_FIX)
-    if config.data.eval_split is not None and config.data.eval_path is None:
-        fix = "Set data.eval_path too: it may be the data set that is trained on."
-        yield problem_with(config, "data.eval_split", "has no effect without data.eval_path.", fix)
     yield from _absent_splits(config.data)
 
 

@@ -11,7 +11,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, QuantStorage, Weights
-from qlora_fsdp.config.settings import EXAMPLES, problem_about, problem_with, show, value_of
+from qlora_fsdp.config.settings import example_of, problem_about, problem_with, show, value_of
 
 NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
 # The types of scaled rotary embeddings, with the numbers that transformers takes for each besides those of all.
@@ -71,7 +71,7 @@ def _model(config: Config) -> Iterator[Problem]:
 
 
 def _rope_scaling(config: Config) -> Iterator[Problem]:
-    wanted, example = config.model.rope_scaling, f"Set model.rope_scaling={EXAMPLES['model.rope_scaling']}."
+    wanted, example = config.model.rope_scaling, f"Set {example_of('model.rope_scaling')}."
     if not wanted:
         return
     kind = wanted.get("rope_type")

@@ -5,45 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.schema import Config, DataFormat, Kernel, LossOn, PreferenceLoss, TaskName
-from qlora_fsdp.config.settings import all_settings, is_default, problem_with, show, value_of
-
-# The losses that each of these settings is a part of; the others of the section are parts of all.
-_USED_BY = {
-    "preference.label_smoothing": (
-        *(PreferenceLoss.dpo, PreferenceLoss.robust),
-        *(PreferenceLoss.cpo, PreferenceLoss.simpo),
-    ),
-    "preference.simpo_gamma": (PreferenceLoss.simpo,),
-    "preference.sft_weight": tuple(loss for loss in PreferenceLoss if loss.is_paired),
-    "preference.desirable_weight": (PreferenceLoss.kto,),
-    "preference.undesirable_weight": (PreferenceLoss.kto,),
-    "preference.precompute": tuple(loss for loss in PreferenceLoss if loss.needs_reference),
-}
+from qlora_fsdp.config.schema import Config, DataFormat, Kernel, LossOn, TaskName
+from qlora_fsdp.config.settings import problem_with, show, value_of
 
 
 def check_preference(config: Config) -> Iterator[Problem]:
-    """Yields what is wrong with `preference`, and with what goes with it."""
-    changed = [key for key in all_settings() if key.startswith("preference.") and not is_default(config, key)]
-    if config.task.name is not TaskName.preference:
-        for key in changed:
-            reason = f"has no effect with {show('task.name', config.task.name)}."
-            yield problem_with(config, key, reason, f"Set task=preference too, or leave {key} out.")
-        if config.task.compares_answers:
-            yield from _data(config)
-        return
-    loss = config.preference.loss
-    for key in changed:
-        if loss not in _USED_BY.get(key, (loss,)):
-            losses = ", ".join(each.value for each in _USED_BY[key])
-            reason = f"has no effect with {show('preference.loss', loss)}."
-            yield problem_with(config, key, reason, f"Leave it out, or set preference.loss to one of {losses}.")
-    yield from _others(config)
+    """Yields what does not go with answers that are compared."""
+    if config.task.compares_answers:
+        yield from _data(config)
+    if config.task.name is TaskName.preference:
+        yield from _others(config)
 
 
 def _others(config: Config) -> Iterator[Problem]:
     """Find settings of other sections that don't go with task=preference."""
-    yield from _data(config)
     if config.kernels.cross_entropy is Kernel.liger:
         reason = "can't be used with task.name=preference: Liger's kernel sums over all tokens, not over answers."
         yield problem_with(config, "kernels.cross_entropy", reason, "Set kernels.cross_entropy=auto.")

@@ -7,7 +7,7 @@ settings name, but not at the device and not at the number of processes: these h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from qlora_fsdp.common.errors import Problem
@@ -26,6 +26,7 @@ from qlora_fsdp.config.schema import (
     MatmulKind,
     QuantStorage,
     ShardingStrategy,
+    When,
 )
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of, wrong_type
 from qlora_fsdp.config.trackers import check_trackers
@@ -37,14 +38,12 @@ class Needs:
     """The settings that a command uses; whatever is wrong with the others is no news for its user.
 
     Attributes:
-        sections: those that it uses.
-        unused: single settings of these sections that it does not use.
+        plans_only: whether it makes a plan and nothing else, so that it uses what is planned with.
         optional: settings that training needs and the command can do without: they may be null.
         tokenizer_only: whether it uses no more of the model than a tokenizer. Where that is named, no model need be.
     """
 
-    sections: tuple[str, ...] = tuple(field.name for field in fields(Config))
-    unused: tuple[str, ...] = ()
+    plans_only: bool = False
     optional: tuple[str, ...] = ()
     tokenizer_only: bool = False
 
@@ -54,7 +53,8 @@ class Needs:
         optional = (*self.optional, *(["model.path"] if has_tokenizer else []))
         if problem.setting in optional and value_of(config, problem.setting) is None:
             return False
-        return problem.setting.partition(".")[0] in self.sections and problem.setting not in self.unused
+        known = all_settings().get(problem.setting)
+        return known is None or known.facets.is_planned or not self.plans_only
 
 
 TRAINING = Needs()
@@ -62,7 +62,7 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_values, check_model, check_data, check_task, check_preference, check_training, check_trackers)
+    checks = (_check_facets, check_model, check_data, check_task, check_preference, check_training, check_trackers)
     problems = (problem for find in (*checks, _check_packages, _check_hub) for problem in find(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 
@@ -77,15 +77,36 @@ def check_split(config: Config, world: World) -> list[Problem]:
     return [*_check_slices(config, world), *_check_batch(config, world), *_check_shard_groups(config, world)]
 
 
-def _check_values(config: Config) -> Iterator[Problem]:
-    """Refuses what is none of the values that the schema lists, and numbers outside the bounds that it gives them."""
+def _check_facets(config: Config) -> Iterator[Problem]:
+    """Refuses values that the schema does not list, numbers out of bounds, and what has no effect."""
     for key, setting in all_settings().items():
         value, bounds = value_of(config, key), setting.bounds
-        if setting.values and not any(value == each and type(value) is type(each) for each in setting.values):
+        if setting.facets.values and not any(
+            value == each and type(value) is type(each) for each in setting.facets.values
+        ):
             yield wrong_type(key, value)
         if bounds is not None and isinstance(value, (int, float)) and not bounds.allow(value):
             fix = f"Set {show(key, setting.default)}, the default, or another number in this range."
             yield problem_with(config, key, f"must be finite and {bounds}.", fix)
+        unmet = next((when for when in setting.facets.used if not when.holds(value_of(config, when.key))), None)
+        if unmet is not None and value != setting.default:
+            yield _without_effect(config, key, unmet)
+
+
+def _without_effect(config: Config, key: str, unmet: When) -> Problem:
+    """The problem with a setting that is set where another one leaves it without effect."""
+    if not unmet.values:
+        return problem_with(
+            config, key, f"has no effect without {unmet.key}.", f"Set {unmet.key} too, or leave it out."
+        )
+    if unmet.fix:
+        fix = unmet.fix
+    elif len(unmet.values) == 1:
+        fix = show(unmet.key, unmet.values[0])
+    else:
+        fix = f"{unmet.key} to one of {', '.join(value.name for value in unmet.values)}"
+    reason = f"has no effect with {show(unmet.key, value_of(config, unmet.key))}."
+    return problem_with(config, key, reason, f"Set {fix} too, or leave {key} out.")
 
 
 def _check_packages(config: Config) -> Iterator[Problem]:
@@ -152,8 +173,6 @@ def _check_device(config: Config, world: World) -> Iterator[Problem]:
     if config.quant.load_in_4bit and storage is QuantStorage.uint8 and world.torch_version < (2, 13):
         reason = f"can't be sharded: FSDP2 of torch {version} takes floating-point parameters only, before 2.13."
         yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, "Set quant.bnb_4bit_quant_storage=auto.")
-    kernels = AttnImplementation
-    gpu_kernels = (kernels.flash_attention_2, kernels.flash_attention_4, kernels.varlen)
-    if config.model.attn_implementation in gpu_kernels and world.device_type == "cpu":
+    if config.model.attn_implementation.is_for_gpus and world.device_type == "cpu":
         fix = "Set model.attn_implementation=auto."
         yield problem_with(config, "model.attn_implementation", "runs on GPUs only.", fix)

@@ -9,17 +9,13 @@ from typing import Any
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
-from qlora_fsdp.config.settings import is_default, problem_with, show
+from qlora_fsdp.config.settings import problem_with, show
 
 
 def check_task(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `task`, and with the settings of data that do not fit it."""
     task = config.task
     if not task.has_labels:
-        for key in ("task.problem_type", "task.labels", "task.class_weights"):
-            if not is_default(config, key):
-                fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."
-                yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
         return
     if config.training.packing is True:
         reason = f"can't be used with {show('task.name', task.name)}: a labelled row is a sequence of its own."

@@ -11,12 +11,10 @@ from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.check_model import NO_FLOAT16
 from qlora_fsdp.config.schema import (
     Activations,
-    AttnImplementation,
     Config,
     DataFormat,
     Dtype,
     OnBadStep,
-    Optimizer,
     ShardingStrategy,
     TaskName,
 )
@@ -36,17 +34,13 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if fsdp.cpu_offload and fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
         reason = "needs shards to offload, and fsdp.sharding_strategy=NO_SHARD makes none."
         yield problem_with(config, "fsdp.cpu_offload", reason, "Set fsdp=offload, or fsdp.cpu_offload=false.")
-    if fsdp.cpu_offload and config.optim.name is Optimizer.adamw_8bit:
+    if fsdp.cpu_offload and config.optim.name.is_for_gpus:
         reason = "keeps its state on the GPU, and with fsdp.cpu_offload=true the parameters are on the CPU."
         yield problem_with(config, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
     if fsdp.reshard_after_forward and not fsdp.reshards:
         reason = f"contradicts {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}, with which no layer is freed."
         fix = "Set fsdp=full_shard, or fsdp.reshard_after_forward=null."
         yield problem_with(config, "fsdp.reshard_after_forward", reason, fix)
-    if fsdp.hybrid_shard_size is not None and fsdp.sharding_strategy is not ShardingStrategy.HYBRID_SHARD:
-        reason = f"has no effect with {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}."
-        fix = "Set fsdp=hybrid_shard, or fsdp.hybrid_shard_size=null."
-        yield problem_with(config, "fsdp.hybrid_shard_size", reason, fix)
 
 
 def _memory(config: Config) -> Iterator[Problem]:
@@ -85,7 +79,7 @@ def _training(config: Config) -> Iterator[Problem]:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
         fix = "Set training.global_batch_size=16, the default, or training.micro_batch_size=1."
         yield problem_with(config, "training.micro_batch_size", reason, fix)
-    if training.deterministic and config.model.attn_implementation is AttnImplementation.flash_attention_4:
+    if training.deterministic and not config.model.attn_implementation.is_repeatable:
         reason = "adds gradients in any order, and training.deterministic=true asks for one."
         yield problem_with(config, "model.attn_implementation", reason, "Set model.attn_implementation=auto.")
     if training.precision is Dtype.float16:
@@ -129,15 +123,13 @@ def check_context_parallel(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "distributed.context_parallel", reason, fix)
     if config.distributed.num_slices == 1:
         return
-    kernels = AttnImplementation
-    by_starts = (kernels.auto, kernels.varlen, kernels.flash_attention_4)
     whole = "a rank has slices, and this needs whole sequences"
     can_not = {
         "task.name": (config.task.name is not TaskName.causal_lm, whole),
         "training.router_aux_loss_coef": (config.training.router_aux_loss_coef > 0, whole),
         "tracking.num_generations": (config.tracking.num_generations > 0, whole),
         "model.attn_implementation": (
-            config.model.attn_implementation not in by_starts,
+            not config.model.attn_implementation.may_share_sequences,
             "a mask is of a slice, and only attention that is told where rows start sees all of a sequence",
         ),
     }

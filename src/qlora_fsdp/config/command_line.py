@@ -37,13 +37,6 @@ _OPTIONS = """\
   -m, --multirun     a sweep: lora.r=8,16 makes two jobs, started as launch.* says (docs/sweeps.md)
   hydra/launcher=slurm [-m]   submit it to SLURM, as slurm.* says (docs/clusters.md)"""
 
-_COMMONEST = [
-    *("model.path", "data.path", "run.name", "run.folder"),
-    *("training.max_length", "training.max_steps", "training.num_epochs"),
-    *("training.micro_batch_size", "training.global_batch_size", "training.learning_rate", "training.seed"),
-    *("lora.r", "lora.lora_alpha", "fsdp.cpu_offload"),
-]
-
 
 @dataclass(frozen=True)
 class Arguments:
@@ -132,7 +125,7 @@ def help_text(folders: Sequence[Path]) -> str:
         for group in [*defaults, *own_groups]
     ]
     settings = []
-    for setting in map(all_settings().__getitem__, _COMMONEST):
+    for setting in (setting for setting in all_settings().values() if setting.facets.is_common):
         start = f"  {show(setting.key, setting.default):<34}  "
         settings.append(
             start + shorten(setting.comment, _WIDTH - len(start), placeholder=" ...", break_on_hyphens=False)

@@ -27,16 +27,17 @@ from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config, print_and_exit
 from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import (
-    ALLOWED,
     BASE_FINGERPRINT,
     REMOTE_CODE,
     STARTED_FROM,
     TRAINED_ON,
+    described,
     quote_setting,
     read_base_model,
     read_foreign_settings,
     remote_code_problem,
 )
+from qlora_fsdp.config.identity import sections_of
 from qlora_fsdp.config.overrides import chosen_groups
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName, Weights
 from qlora_fsdp.config.settings import show, value_of
@@ -183,12 +184,8 @@ def saved_settings(
         base_fingerprint: fingerprint of the base's transformer layers; None for random weights.
         started_from: SHA-256 of the weights of `lora.start`; None for an adapter that began anew.
     """
-    values: dict[str, Any] = {
-        section: {
-            name: value_of(config, f"{section}.{name}") for name in names if not is_hidden(config, f"{section}.{name}")
-        }
-        for section, names in ALLOWED.items()
-    }
+    shown = {key: value_of(config, key) for key in described() if not is_hidden(config, key)}
+    values: dict[str, Any] = sections_of(shown)
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
         values["model"]["path"] = str(Path(path).expanduser().resolve())

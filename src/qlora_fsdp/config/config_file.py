@@ -22,14 +22,12 @@ from qlora_fsdp.config.bounded_yaml import parse_settings, read_text
 from qlora_fsdp.config.command_line import default_options, group_options
 from qlora_fsdp.config.foreign_settings import find_forbidden, unplain_problems
 from qlora_fsdp.config.overrides import is_path
-from qlora_fsdp.config.settings import all_settings, show, unknown_setting
+from qlora_fsdp.config.schema import Owner
+from qlora_fsdp.config.settings import all_settings, keys_of, show, unknown_setting
 
 Sections = dict[str, dict[str, Any]]  # values by section and name
 
 _SECTIONS = frozenset(key.partition(".")[0] for key in all_settings())
-
-# What makes a model another one: where another is typed, none of it counts.
-OF_A_MODEL = ("name", "path", "revision", "tokenizer_path", "weights", "config")
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def leave_out(values: Sections, groups: Collection[str], folders: Sequence[Path]
 def _decided_by(group: str, folders: Sequence[Path]) -> Iterator[str]:
     """The settings that the choice of an option of a group decides, whichever that is."""
     if group == "model":
-        yield from (f"model.{name}" for name in OF_A_MODEL)
+        yield from keys_of(Owner.base)
     if group in ("model", "experiment"):
         return
     if group in ("quant", "task"):

@@ -2,8 +2,8 @@
 
 An adapter's folder brings settings of its own, and it may have been downloaded. Whoever wrote it describes a model:
 which base the adapter belongs to, and how that was quantized. They do not decide what this machine runs, reads, writes
-or connects to. So a setting counts only if it is on the list below and is a plain value; anything else is refused by
-name.
+or connects to. So a setting counts only if its field says so (`Files.adapters`) and if it is a plain value; anything
+else is refused by name.
 
 A file of settings that the user names, `--config my.yaml`, may set whatever there is. But as such files are passed on
 too, they hold no more than settings: nothing that reads the environment, nothing that Hydra or a model would run. Code
@@ -15,37 +15,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import printable, shorten
 from qlora_fsdp.config.bounded_yaml import read_text, read_yaml
-from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.schema import Files
+from qlora_fsdp.config.settings import all_settings, show
 
-ALLOWED = {
-    "model": (
-        *("name", "path", "revision", "tokenizer_path", "weights"),
-        *("attn_implementation", "cache_quantized", "config", "rope_scaling"),
-    ),
-    "tokenizer": ("add_tokens", "add_special_tokens"),
-    "quant": (
-        *("load_in_4bit", "load_in_8bit"),
-        *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"),
-        *("embeddings", "llm_int8_skip_modules"),
-    ),
-    "task": ("name", "problem_type", "labels", "class_weights"),
-    "preference": (
-        *("loss", "beta", "label_smoothing", "simpo_gamma"),
-        *("sft_weight", "desirable_weight", "undesirable_weight"),
-    ),
-    "training": ("packing", "seed"),  # the latter makes random weights
-    "data": ("system_prompt",),
-}
-# Adapters that were saved before this list existed have these two. A folder for the cache means nothing on another
-# machine; what becomes of the other is said at `remote_code_problem`.
 REMOTE_CODE = "model.trust_remote_code"
-IGNORED = ("model.cache_folder", REMOTE_CODE)
 
 # Notes beside the settings: the form of the rows, by which prompts are written; what tells the base from others; and
 # the SHA-256 of the weights that a preference's training started from, which its loss compares with.
@@ -53,6 +35,12 @@ TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM = "trained_on", "base_fingerprint", "
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
+
+
+@cache
+def described() -> tuple[str, ...]:
+    """Returns the settings that an adapter's file may have: they describe the model that the adapter belongs to."""
+    return tuple(key for key, setting in all_settings().items() if setting.files is Files.adapters)
 
 
 def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
@@ -75,19 +63,23 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
     for section, names in values.items():
         if section in (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM) and isinstance(names, str):
             continue
-        if section not in ALLOWED or not isinstance(names, dict):
+        if section not in {key.partition(".")[0] for key in described()} or not isinstance(names, dict):
             problems.append(_not_allowed(file, str(section), names))
             continue
         kept[section] = {}
         for name, value in names.items():
             key = f"{section}.{name}"
-            if key in IGNORED:
-                continue
-            if name not in ALLOWED[section]:
-                problems.append(_not_allowed(file, key, value))
-            else:
-                kept[section][name] = value
-                problems += unplain_problems(file, key, value)
+            known = all_settings().get(key)
+            match Files.users if known is None else known.files:
+                case Files.adapters:
+                    kept[section][name] = value
+                    problems += unplain_problems(file, key, value)
+                case Files.users:
+                    problems.append(_not_allowed(file, key, value))
+                case Files.skipped | Files.none:  # what becomes of the latter is said at `remote_code_problem`
+                    continue
+                case unknown:
+                    assert_never(unknown)
     refuse(problems)
     model = values.get("model", {})
     return kept, model.get("trust_remote_code") not in (None, False)
@@ -98,7 +90,8 @@ def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Itera
     for section, names in values.items():
         for name, value in names.items():
             key = f"{section}.{name}"
-            if key == REMOTE_CODE and value not in (None, False):
+            known = all_settings().get(key)
+            if known is not None and known.files is Files.none and value not in (None, False):
                 reason = "would let code that comes with a model run here, which only you can allow."
                 yield Problem(
                     quote_setting(file, key, value), reason, f"Remove it; if you trust the model, type {key}=true."

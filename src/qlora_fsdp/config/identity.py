@@ -1,4 +1,4 @@
-"""Which settings make a run what it is, and which may change without making it another run. Imports no torch."""
+"""The settings of a run as its files have them, and which of them have changed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,14 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.written import fill_in, public_value
 
-# Sections that say how runs are started, and nothing of the runs.
-NOT_THE_RUNS = ("launch", "slurm")
 MAX_CHAIN = 8  # settings that name one another, in a run's config.yaml
 MAX_LETTERS = 1000  # of a setting that another one names
-
-# These settings change no number, or only the rounding of sums. Any other setting is part of what the run is.
-_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "hub", "distributed")
-_HARMLESS = (
-    *("model.name", "model.attn_implementation", "model.trust_remote_code"),
-    *("model.cache_quantized", "model.cache_folder", "data.num_proc", "data.cache_folder"),
-    *("training.micro_batch_size", "training.eval_every_steps", "training.on_bad_step", "training.grad_norm_spike"),
-    *("training.deterministic", "preference.precompute"),
-    "training.packing",  # what becomes of the rows is in the data, which is compared
-)
-
-
-def is_harmless(key: str) -> bool:
-    """Whether a run with another value of this setting is still the same run."""
-    return key.partition(".")[0] in (*_HARMLESS_SECTIONS, *NOT_THE_RUNS) or key in _HARMLESS
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
     """Returns every setting of a run by its key, as JSON has it, and without what the environment gave."""
-    keys = (key for key in all_settings() if key.partition(".")[0] not in NOT_THE_RUNS)
-    return {key: _plain(public_value(config, key)) for key in keys}
+    recorded = (key for key, setting in all_settings().items() if setting.facets.run.is_recorded)
+    return {key: _plain(public_value(config, key)) for key in recorded}
 
 
 def sections_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -76,9 +76,9 @@ def _ref(group: str, sections: dict[str, Any]) -> list[dict[str, Any]]:
 def _value(setting: Setting) -> dict[str, Any]:
     """The schema of one setting's value."""
     allowed = _typed(setting.type, setting.bounds)
-    if setting.choices or setting.values:
-        allowed = {"enum": list(setting.choices or setting.values)}
-    if setting.text_or_list:
+    if setting.choices or setting.facets.values:
+        allowed = {"enum": list(setting.choices or setting.facets.values)}
+    if setting.facets.text_or_list:
         allowed = {"type": ["string", "array"], "items": {"type": "string"}}
     alternatives = [allowed, *([{"type": "null"}] if setting.is_optional else [])]
     if allowed and allowed.get("type") != "string":

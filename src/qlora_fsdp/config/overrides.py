@@ -19,11 +19,11 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import (
-    EXAMPLES,
-    SEVERAL_DATA_SETS,
     Setting,
     all_settings,
+    example_of,
     nearest_settings,
+    several_data_sets,
     show,
     wrong_type,
 )
@@ -69,7 +69,7 @@ def prepare_overrides(
             fix = "For a sweep add -m"
             fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
             fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
-            fix += SEVERAL_DATA_SETS if key == "data.path" else ""
+            fix += several_data_sets(key)
             problems.append(Problem(text, "gives several values to one run.", fix))
         elif isinstance(glob := override.value(), Glob) and not glob.filter(options):
             reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
@@ -158,10 +158,10 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
     if value.endswith(","):
         fix = f"Leave the comma out, or write the values of a sweep without spaces: {key}={value}..."
         return Problem(text, "can't be read: it ends with a comma.", fix)
-    if key in EXAMPLES:
+    if setting is not None and setting.takes_mapping:
         others = "Names with quotes, or letters other than ASCII's, go into a file of --config."
-        return Problem(text, "can't be read.", f"Write it as {key}={EXAMPLES[key]}. {others}")
-    quoted = '["...","..."]' if setting is not None and _takes_list(setting) else '"..."'
+        return Problem(text, "can't be read.", f"Write it as {example_of(key)}. {others}")
+    quoted = '["...","..."]' if setting is not None and setting.takes_list else '"..."'
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='{quoted}'.")
 
 
@@ -178,21 +178,17 @@ def _readable(key: str, value: str, setting: Setting | None) -> str | None:
     parser = _parser()
     items = value.removeprefix("[").removesuffix("]")
     forms = [value]
-    if setting is not None and _takes_list(setting) and value == f"[{items}]" and not set("[]'\"") & set(items):
+    if setting is not None and setting.takes_list and value == f"[{items}]" and not set("[]'\"") & set(items):
         forms.append(f"[{','.join(quote(item.strip()) for item in items.split(','))}]")
     elif setting is not None and get_origin(setting.type) is dict:
         forms += filter(None, [_escape_keys(value)])
-    elif setting is not None and (setting.type is str or setting.text_or_list):
+    elif setting is not None and (setting.type is str or setting.facets.text_or_list):
         forms.append(quote(value))
     for form in forms if value else ():
         with suppress(HydraException):
             if not parser.parse_overrides([f"{key}={form}"])[0].is_sweep_override():
                 return form
     return None
-
-
-def _takes_list(setting: Setting) -> bool:
-    return setting.type == list[str] or setting.text_or_list
 
 
 def _quote_words(text: str) -> str:

@@ -18,7 +18,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number, is_unicode
 from qlora_fsdp.config import schema
-from qlora_fsdp.config.other_names import OTHER_NAMES
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class Setting:
         is_optional: whether `null` is a value.
         default: the default, before interpolation.
         comment: the comment above the field.
-        bounds: the numbers that it takes, if these are bounded.
-        text_or_list: whether it takes text or a list of texts; its type is Any then.
-        values: all values that it takes, if these are few and not of one type; its type is Any then.
+        facets: what else the field says of itself.
     """
 
     key: str
@@ -41,9 +38,22 @@ class Setting:
     is_optional: bool
     default: Any
     comment: str
-    bounds: schema.Bounds | None = None
-    text_or_list: bool = False
-    values: tuple[Any, ...] = ()
+    facets: schema.Facets
+
+    @property
+    def section(self) -> str:
+        """The section that it is in, e.g. `lora`."""
+        return self.key.partition(".")[0]
+
+    @property
+    def bounds(self) -> schema.Bounds | None:
+        """The numbers that it takes, if these are bounded."""
+        return self.facets.bounds
+
+    @property
+    def files(self) -> schema.Files:
+        """The files that may set it."""
+        return self.facets.files or schema.Files.users
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -53,22 +63,38 @@ class Setting:
     @property
     def words(self) -> tuple[str, ...]:
         """All values that it may have, as they are typed; empty where these are not a few."""
-        return self.choices or tuple(map(_show_value, (True, False) if self.type is bool else self.values))
+        if self.type is bool:
+            return ("true", "false")
+        return self.choices or tuple(map(_show_value, self.facets.values))
+
+    @property
+    def takes_list(self) -> bool:
+        """Whether the value is a list of texts, or may be one."""
+        return self.type == list[str] or self.facets.text_or_list
+
+    @property
+    def takes_mapping(self) -> bool:
+        """Whether the value is a mapping."""
+        return get_origin(self.type) is dict
 
     @property
     def has_texts(self) -> bool:
         """Whether the value is text, or texts, so that what looks like a number is none."""
-        return self.type in (str, list[str], dict[str, str]) or self.text_or_list
+        return self.type in (str, dict[str, str]) or self.takes_list
 
     @property
     def expected(self) -> str:
         """A description of valid values, as the end of a sentence that starts with 'must be'."""
-        text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
-        text = "text or a list such as [a,b]" if self.text_or_list else text
-        if self.values:
+        if self.facets.text_or_list:
+            text = "text or a list such as [a,b]"
+        elif self.facets.values:
             *others, last = self.words
             text = f"{', '.join(others)} or {last}"
-        return text + (" or null" if self.is_optional else "")
+        elif self.choices:
+            text = f"one of {', '.join(self.choices)}"
+        else:
+            text = _NOUNS[self.type]
+        return f"{text} or null" if self.is_optional else text
 
 
 _NOUNS = {
@@ -86,17 +112,6 @@ _NOUNS = {
     Any: "true, false, text or a list",
 }
 
-
-# Mappings that work, in the quotes without which a shell takes them apart.
-EXAMPLES = {
-    "model.config": "'{num_hidden_layers: 4}'",
-    "model.rope_scaling": "'{rope_type: yarn, factor: 4.0}'",
-    "lora.rank_pattern": "'{q_proj: 8}'",
-    "lora.alpha_pattern": "'{q_proj: 16}'",
-    "data.mix": "'{a.jsonl: 1, b.jsonl: 1}'",
-    "data.columns": "'{prompt: question, completion: answer}'",
-}
-
 # What is meant by a word for on or off, of settings that take true and false besides others.
 _TRUE_AND_FALSE = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -108,8 +123,6 @@ _ON_AND_OFF = {
     **dict.fromkeys(("false", "no", "off", "0"), ("disabled", "none", "torch")),
 }
 
-SEVERAL_DATA_SETS = f" For several data sets set data.mix={EXAMPLES['data.mix']} in its place."
-
 
 @cache
 def all_settings() -> dict[str, Setting]:
@@ -117,12 +130,34 @@ def all_settings() -> dict[str, Setting]:
     return {setting.key: setting for setting in _walk(schema.Config, prefix="")}
 
 
+@cache
+def other_names() -> dict[str, str]:
+    """Returns the settings by what other programs call them."""
+    return {name: key for key, setting in all_settings().items() for name in setting.facets.other_names}
+
+
+@cache
+def keys_of(owner: schema.Owner) -> tuple[str, ...]:
+    """Returns the settings that are the property of a base model or of an adapter."""
+    return tuple(key for key, setting in all_settings().items() if setting.facets.owner is owner)
+
+
+def example_of(key: str) -> str:
+    """Returns `key=value` with a value that works, as a shell takes it; the key has an example."""
+    return f"{key}={all_settings()[key].facets.example}"
+
+
+def several_data_sets(key: str) -> str:
+    """Returns what stands in the place of data.path where its value is meant to be several data sets; else nothing."""
+    return f" For several data sets set {example_of('data.mix')} in its place." if key == "data.path" else ""
+
+
 def nearest_settings(key: str) -> list[str]:
     """Returns the keys, nearest first, that a user who typed the unknown `key` may have meant; maybe none."""
     keys = list(all_settings())
     name = key.rpartition(".")[2]
-    if name in OTHER_NAMES:
-        return [OTHER_NAMES[name]]
+    if name in other_names():
+        return [other_names()[name]]
     # The right name in a wrong section, such as optim.learning_rate, is more common than a typo.
     elsewhere = [k for k in keys if k.rpartition(".")[2] == name]
     return (elsewhere or difflib.get_close_matches(key, keys, n=1, cutoff=0.75))[:2]
@@ -198,18 +233,16 @@ def wrong_type(key: str, value: Any) -> Problem:
     fix = f"Set such a value, or leave {key} out." if best is None else f"Set {show(key, best)}."
     if best is not None and show(key, best) == show(key, value):  # a text that reads as true, say
         fix = "Leave out the quotes."
-    if key in EXAMPLES:
-        fix = f"Set such a value, as in {key}={EXAMPLES[key]}, or leave {key} out."
-    return problem_about(
-        key, value, f"must be {setting.expected}.", fix + (SEVERAL_DATA_SETS if key == "data.path" else "")
-    )
+    if setting.takes_mapping:
+        fix = f"Set such a value, as in {example_of(key)}, or leave {key} out."
+    return problem_about(key, value, f"must be {setting.expected}.", fix + several_data_sets(key))
 
 
 def _nearest_value(setting: Setting, value: Any) -> Any:
     """A value that may have been meant: the nearest one that the setting takes, or else its default. None: no idea."""
     word = str(value).lower()
-    if setting.values:
-        shown = {_show_value(each): each for each in setting.values}
+    if setting.facets.values:
+        shown = {_show_value(each): each for each in setting.facets.values}
         nearest = difflib.get_close_matches(word, shown, n=1)
         return _TRUE_AND_FALSE.get(word, shown[nearest[0]] if nearest else setting.default)
     by_lower = {choice.lower(): choice for choice in setting.choices}
@@ -258,11 +291,14 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
         is_optional = get_origin(hint) in (Union, types.UnionType)
         if is_optional:
             (hint,) = (part for part in get_args(hint) if part is not type(None))
+        facets = field.metadata.get("facets")
+        if facets is None:
+            raise TypeError(f"{key} is declared without its facets: write {field.name}: ... = setting(...)")
+        undecided = list(schema.find_undecided(prefix[:-1], hint, facets))
+        if undecided:
+            raise TypeError(f"{key} must say {', and '.join(undecided)}")
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        comment, metadata = comments.get(field.name, ""), field.metadata
-        is_text_or_list, values = "text_or_list" in metadata, metadata.get("values", ())
-        is_optional = is_optional or is_text_or_list
-        yield Setting(key, hint, is_optional, default, comment, metadata.get("bounds"), is_text_or_list, values)
+        yield Setting(key, hint, is_optional or facets.text_or_list, default, comments.get(field.name, ""), facets)
 
 
 @cache

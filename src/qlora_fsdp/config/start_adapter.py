@@ -22,16 +22,12 @@ from qlora_fsdp.config.adapter_config import (
     read_untrained,
 )
 from qlora_fsdp.config.bounded_yaml import read_yaml
-from qlora_fsdp.config.config_file import OF_A_MODEL, Sections
+from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
-from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Weights
-from qlora_fsdp.config.settings import problem_about, problem_with, show
+from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Owner, Weights
+from qlora_fsdp.config.settings import keys_of, problem_about, problem_with, show, value_of
 
 SETTING = "lora.start"
-ADAPTERS_OWN = (
-    *("r", "lora_alpha", "target_modules", "experts", "exclude_modules", "modules_to_save", "init_lora_weights"),
-    *("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
-)
 FindStart = Callable[[Config], Path]  # where the adapter that lora.start names is to be read
 
 
@@ -61,13 +57,19 @@ class StartAdapter:
     rope_scaling: dict[str, Any] | None
     system_prompt: str | None
 
+    def own_value(self, key: str) -> Any:
+        """The adapter's value of a setting of `lora`."""
+        return getattr(self.lora, key.removeprefix("lora."))
+
     def defaults(self, config: Config) -> Sections:
         """The values that replace the schema's defaults, given the settings without the adapter."""
         model = config.model
         names_model = (
             model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint
         )
-        lora = {name: getattr(self.lora, name) for name in (*ADAPTERS_OWN, "lora_dropout")}
+        lora = {
+            key.removeprefix("lora."): self.own_value(key) for key in (*keys_of(Owner.adapter), "lora.lora_dropout")
+        }
         own = {} if names_model else self.model
         rope = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
         return {"lora": lora, "model": {**own, **rope}}
@@ -98,7 +100,7 @@ def read_start(folder: Path) -> StartAdapter:
         note = read_yaml(file, allows_aliases=False).get(BASE_FINGERPRINT)
         fingerprint = note if isinstance(note, str) else None
     _check_tables_are_trained(folder)
-    model = {name: value for name, value in saved.get("model", {}).items() if name in OF_A_MODEL}
+    model = {name: value for name, value in saved.get("model", {}).items() if f"model.{name}" in keys_of(Owner.base)}
     if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
         model.pop("tokenizer_path", None)
     labels = saved.get("task", {}).get("labels")
@@ -129,16 +131,16 @@ def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem
 
     `target_modules=all-linear` means what only the model can tell; it is compared when the model is built.
     """
-    for name in ADAPTERS_OWN:
-        value, own = getattr(config.lora, name), getattr(start.lora, name)
-        is_told_later = name == "target_modules" and value == "all-linear"
-        has_no_meaning = name == "experts" and value is True  # of a model that has none, or of targets that name none
-        if _unordered(value) != _unordered(own) and not is_told_later and not has_no_meaning:
-            key = f"lora.{name}"
-            reason = f"contradicts {show(SETTING, config.lora.start)}, whose adapter has {show(key, own)}."
-            if name == "init_lora_weights":
-                reason = f"has no effect: the adapter starts from {show(SETTING, config.lora.start)}."
-            yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
+    for key in keys_of(Owner.adapter):
+        value, own = value_of(config, key), start.own_value(key)
+        is_told_later = key == "lora.target_modules" and value == "all-linear"
+        has_no_meaning = key == "lora.experts" and value is True  # of a model that has none, or of targets without any
+        if _unordered(value) == _unordered(own) or is_told_later or has_no_meaning:
+            continue
+        reason = f"contradicts {show(SETTING, config.lora.start)}, whose adapter has {show(key, own)}."
+        if key == "lora.init_lora_weights":
+            reason = f"has no effect: the adapter starts from {show(SETTING, config.lora.start)}."
+        yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
     yield from order_problems(config, start.labels, show(SETTING, config.lora.start))
     name = config.model.path or config.model.name
     if start.fingerprint is None and start.base is not None and not may_be_same(name, start.base):

@@ -29,10 +29,10 @@ from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.compose import read_composed
 from qlora_fsdp.config.hydra_files import FOLDER_SCHEME
-from qlora_fsdp.config.identity import NOT_THE_RUNS, find_changes, is_harmless, plain_settings, read_settings
+from qlora_fsdp.config.identity import find_changes, plain_settings, read_settings
 from qlora_fsdp.config.overrides import quote
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import problem_about, show
+from qlora_fsdp.config.schema import Config, Run
+from qlora_fsdp.config.settings import all_settings, problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import CONFIG_FILE, RunState, read_run
@@ -164,7 +164,7 @@ def _harmful_changes(job: Job) -> list[Problem]:
     changes = find_changes(plain_settings(job.config), old) if old else {}
     problems = []
     for key, (value, was) in changes.items():
-        if not is_harmless(key) and key not in job.config.checkpoint.allow_changes:
+        if not all_settings()[key].facets.run.is_same and key not in job.config.checkpoint.allow_changes:
             has = "finished" if job.is_done else "a checkpoint"
             reason = f"was {show('', was)[1:]} in {job.folder}, which has {has}."
             fix = "Set another run.name, or run.overwrite=true to start anew."
@@ -187,7 +187,9 @@ def _as_typed(key: str, text: str) -> str:
 
 
 def _is_of_launch(key: str) -> bool:
-    return key.partition(".")[0].partition("/")[0] in (*NOT_THE_RUNS, "hydra")
+    """Whether a setting, or an option of a group, says how jobs are started."""
+    starting = {setting.section for setting in all_settings().values() if setting.facets.run is Run.start}
+    return key.partition(".")[0].partition("/")[0] in {*starting, "hydra"}
 
 
 class Sweep:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
 from qlora_fsdp.config.batch_size import describe_slices
-from qlora_fsdp.config.schema import Activations, Config, Optimizer
+from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
@@ -150,7 +150,7 @@ def _plan_memory(
     model, device = assembled.model, processes.device
     # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
     own = _plan(with_values(config, choices), assembled, machine) if processes.is_main else None
-    may_choose_anew = config.optim.name is not Optimizer.adamw_8bit  # its state fits no other shards
+    may_choose_anew = not config.optim.name.keeps_state_by_rank  # which fits no other shards
     if own is not None and choices and not own.fits and may_choose_anew:
         shown = ", ".join(show(key, value) for key, value in choices.items())
         log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {shown}")

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import assert_never
+
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.config.identity import plain_settings
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.schema import Config, Hosts
+from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.runtime.processes import Processes
 
-_OWN_SECTIONS = ("run", "hub", "tracking")  # rank 0's count
-_PLACES = (
-    *("model.path", "model.tokenizer_path", "model.cache_folder", "lora.start", "checkpoint.resume"),
-    *("data.path", "data.eval_path", "data.mix", "data.cache_folder", "data.chat_template"),
-)
 _FIX = "Type the same command on every host, with the same files of settings and variables."
 
 
@@ -40,6 +37,12 @@ def check_same_settings(config: Config, processes: Processes) -> None:
 
 def _differs(key: str, value: Any, first: Any) -> bool:
     """Whether a value makes another run than rank 0's. A place may have another name, but is set on all or on none."""
-    if key.partition(".")[0] in _OWN_SECTIONS or key == "data.num_proc":
-        return False
-    return bool(value) != bool(first) if key in _PLACES else value != first
+    match all_settings()[key].facets.hosts:
+        case Hosts.first:
+            return False
+        case Hosts.place:
+            return bool(value) != bool(first)
+        case Hosts.same:
+            return bool(value != first)
+        case unknown:
+            assert_never(unknown)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from qlora_fsdp.config.schema.bounds import TEXT_OR_LIST, Bounds, bounds
 from qlora_fsdp.config.schema.data import (
     CHAT_TEMPLATES,
     DEFAULT_DATA,
@@ -21,6 +20,7 @@ from qlora_fsdp.config.schema.data import (
     MixBy,
     MixUntil,
 )
+from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
 from qlora_fsdp.config.schema.launch import DistributedConfig, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.schema.model import (
     AttnImplementation,
@@ -64,7 +64,6 @@ __all__ = [
     "CHAT_TEMPLATES",
     "DEFAULT_DATA",
     "DEFAULT_GLOBAL_BATCH",
-    "TEXT_OR_LIST",
     "Activations",
     "AttnImplementation",
     "BadRows",
@@ -78,7 +77,10 @@ __all__ = [
     "DistributedConfig",
     "Dtype",
     "EmbeddingStorage",
+    "Facets",
+    "Files",
     "FsdpConfig",
+    "Hosts",
     "HubConfig",
     "Kernel",
     "KernelsConfig",
@@ -94,12 +96,14 @@ __all__ = [
     "OnBadStep",
     "OptimConfig",
     "Optimizer",
+    "Owner",
     "PreferenceConfig",
     "PreferenceLoss",
     "ProblemType",
     "QuantConfig",
     "QuantStorage",
     "QuantType4bit",
+    "Run",
     "RunConfig",
     "ShardingStrategy",
     "SlurmConfig",
@@ -111,7 +115,8 @@ __all__ = [
     "TrainingConfig",
     "WandbMode",
     "Weights",
-    "bounds",
+    "When",
+    "find_undecided",
 ]
 
 

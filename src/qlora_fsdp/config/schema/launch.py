@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from qlora_fsdp.config.schema.bounds import bounds
+from qlora_fsdp.config.schema.facets import ALWAYS, Run, at_least, setting
 
 
 @dataclass
 class DistributedConfig:
     # A collective that takes longer than this means that a rank is gone or stuck, and ends all ranks.
-    timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
+    timeout_seconds: int = setting(600, Run.same, ALWAYS, bounds=at_least(1))
     # Ranks that share each sequence: every one computes a slice of it, so that rows can be as many times as long. It
     # divides the ranks and the model's attention heads. The losses do not depend on it (docs/long-rows.md). auto: 1, or
     # where a sequence does not fit on a GPU, the smallest number of GPUs on which it does, by the memory plan.
-    context_parallel: Any = field(default="auto", metadata=bounds(at_least=1))
+    context_parallel: Any = setting("auto", Run.same, ALWAYS, bounds=at_least(1))
 
     @property
     def num_slices(self) -> int:
@@ -31,38 +31,38 @@ class DistributedConfig:
 class LaunchConfig:
     # For what `qlora-fsdp`, `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node.
     # null: all GPUs, of which jobs that run at the same time get equal shares.
-    num_processes: int | None = field(default=None, metadata=bounds(at_least=1))
+    num_processes: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
-    config_file: str | None = None
+    config_file: str | None = setting(None, Run.start, ALWAYS)
     # GPUs of this host to use, by index. null: all that are visible.
-    devices: list[int] | None = None
+    devices: list[int] | None = setting(None, Run.start, ALWAYS)
     # Jobs of a sweep that run at the same time, on disjoint GPUs.
-    parallel: int = field(default=1, metadata=bounds(at_least=1))
+    parallel: int = setting(1, Run.start, ALWAYS, bounds=at_least(1))
     # Print the commands or the job script, and start nothing.
-    dry_run: bool = False
+    dry_run: bool = setting(False, Run.start, ALWAYS)
 
 
 @dataclass
 class SlurmConfig:
     # Partition (queue). null: the cluster's default, as for all settings below.
-    partition: str | None = None
+    partition: str | None = setting(None, Run.start, ALWAYS)
     # Account to charge.
-    account: str | None = None
+    account: str | None = setting(None, Run.start, ALWAYS)
     # Time limit of a job, e.g. 24:00:00 or 2-00:00:00. A run that needs longer is queued again.
-    time: str | None = None
+    time: str | None = setting(None, Run.start, ALWAYS)
     # Nodes per job. Each starts launch.num_processes processes.
-    nodes: int = field(default=1, metadata=bounds(at_least=1))
+    nodes: int = setting(1, Run.start, ALWAYS, bounds=at_least(1))
     # GPUs per node. It is also the number of processes where launch.num_processes is null.
-    gpus_per_node: int | None = field(default=None, metadata=bounds(at_least=1))
+    gpus_per_node: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # CPU cores per node. null: the cluster's default for one task, which may be 1.
-    cpus_per_task: int | None = field(default=None, metadata=bounds(at_least=1))
+    cpus_per_task: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # Further options of sbatch, one per entry: ["--qos=long","--mem=0"].
-    options: list[str] = field(default_factory=list)
+    options: list[str] = setting([], Run.start, ALWAYS)
     # Environment modules to load, e.g. [cuda/12.8].
-    modules: list[str] = field(default_factory=list)
+    modules: list[str] = setting([], Run.start, ALWAYS)
     # Shell commands to run first in the job script, e.g. ["source venv/bin/activate"].
-    setup: list[str] = field(default_factory=list)
+    setup: list[str] = setting([], Run.start, ALWAYS)
     # Container image, through srun --container-image (Pyxis). Its `python` is used.
-    container: str | None = None
+    container: str | None = setting(None, Run.start, ALWAYS)
     # Seconds before the time limit at which a run is told to save. The job is then queued again.
-    signal_seconds: int = field(default=120, metadata=bounds(at_least=1, below=65536))
+    signal_seconds: int = setting(120, Run.start, ALWAYS, bounds=at_least(1, below=65536))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema.bounds import bounds, one_of
+from qlora_fsdp.config.schema.facets import ALWAYS, Files, Run, above, at_least, setting, when
 
 
 class ShardingStrategy(Enum):
@@ -25,18 +25,23 @@ class FsdpConfig:
     # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, but layers stay gathered between
     # forward and backward. HYBRID_SHARD: parameters are sharded within groups of hybrid_shard_size ranks and replicated
     # between the groups. NO_SHARD: every rank holds all parameters.
-    sharding_strategy: ShardingStrategy = ShardingStrategy.auto
+    sharding_strategy: ShardingStrategy = setting(ShardingStrategy.auto, Run.same_shards, ALWAYS)
     # Free a layer after its forward, and gather it again for backward. null frees layers unless the memory plan has
     # room to keep all of them gathered.
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | None = setting(None, Run.same, ALWAYS)
     # Ranks per shard group under HYBRID_SHARD. null: the ranks of one node.
-    hybrid_shard_size: int | None = field(default=None, metadata=bounds(at_least=1))
+    hybrid_shard_size: int | None = setting(
+        None,
+        Run.same_shards,
+        when("fsdp.sharding_strategy", ShardingStrategy.HYBRID_SHARD, fix="fsdp=hybrid_shard"),
+        bounds=at_least(1),
+    )
     # Keep shards and optimizer state in host memory. Layers come to the GPU only to be used.
-    cpu_offload: bool = False
+    cpu_offload: bool = setting(False, Run.same, ALWAYS, is_common=True)
     # Layers that are gathered ahead of the running one in forward. With cpu_offload it is at least 1.
-    forward_prefetch: int = field(default=1, metadata=bounds(at_least=0))
+    forward_prefetch: int = setting(1, Run.same, ALWAYS, bounds=at_least(0))
     # The same in backward, where FSDP2 always gathers one layer ahead.
-    backward_prefetch: int = field(default=1, metadata=bounds(at_least=1))
+    backward_prefetch: int = setting(1, Run.same, ALWAYS, bounds=at_least(1))
 
     @property
     def reshards(self) -> bool:
@@ -97,24 +102,24 @@ class MemoryConfig:
     # attention: full, but attention's result is kept too, and is not computed again. every_k: full for every k-th
     # layer. offload and offload_attention: full and attention, with what is kept in host memory. auto: for each layer
     # the fastest of these with which the run fits, by the memory plan.
-    activations: Activations = Activations.auto
+    activations: Activations = setting(Activations.auto, Run.same, ALWAYS, other_names=("gradient_checkpointing",))
     # The k of every_k.
-    every_k: int = 2
+    every_k: int = setting(2, Run.same, ALWAYS, bounds=at_least(1))
     # Tokens that gated MLPs, experts and norms compute at a time, so that what they need does not grow with the length
     # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
     # if the run fits or is faster so, by the memory plan. null: all at once.
-    tile_tokens: Any = field(default="auto", metadata=bounds(at_least=64))
+    tile_tokens: Any = setting("auto", Run.same, ALWAYS, bounds=at_least(64))
     # Where the run leaves memory free, keep dequantized weights, of as many layers as there is room for. true: from
     # forward to backward, which does not dequantize them again; short steps are a tenth faster. run: until the run
     # ends, so that they are dequantized once; short steps are another tenth faster. A base that FSDP shards keeps them
     # until backward in both cases. This needs a CUDA graph (compute.cuda_graph).
-    keep_dequantized: Any = field(default=True, metadata=one_of(True, False, "run"))
+    keep_dequantized: Any = setting(True, Run.same, ALWAYS, values=(True, False, "run"))
     # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
     # one. null: the free memory less 5 %, by which auto decides.
-    target_gib: float | None = field(default=None, metadata=bounds(above=0))
+    target_gib: float | None = setting(None, Run.same, ALWAYS, bounds=above(0))
     # When the GPU runs out of memory, write torch's record of allocations to the run folder, for
     # pytorch.org/memory_viz. This slows steps a little.
-    snapshot: bool = False
+    snapshot: bool = setting(False, Run.same, ALWAYS)
 
     @property
     def num_tile_tokens(self) -> int | None:
@@ -132,11 +137,11 @@ class ComputeConfig:
     # Matrix products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn
     # with one scale per row, in forward and for the gradient of the input; the products of adapters and of experts stay
     # in bfloat16. fp8 needs a 4-bit base and an Ada, Hopper or later GPU.
-    matmul: MatmulKind = MatmulKind.dequantized
+    matmul: MatmulKind = setting(MatmulKind.dequantized, Run.other, ALWAYS, files=Files.users)
     # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python. `auto`:
     # what can't be recorded is computed kernel by kernel, and the log says why. true: the same, but a run that can't
     # record its steps ends with an error.
-    cuda_graph: Any = field(default="auto", metadata=one_of(True, False, "auto"))
+    cuda_graph: Any = setting("auto", Run.other, ALWAYS, files=Files.users, values=(True, False, "auto"))
 
 
 class Kernel(Enum):
@@ -154,20 +159,20 @@ class Dequantizer(Enum):
 class KernelsConfig:
     # RMS norms on a GPU. auto: a kernel of this project where they are frozen (and fuse_layers is true), else Liger's
     # (arXiv:2410.10989) where it is installed and knows the model; liger: Liger's alone; torch: its own operations.
-    rms_norm: Kernel = Kernel.auto
+    rms_norm: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
     # Rotary position embeddings.
-    rotary: Kernel = Kernel.auto
+    rotary: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
     # The gated activation of the MLP (SwiGLU, GeGLU).
-    glu: Kernel = Kernel.auto
+    glu: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
     # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
     # device, so that steps can't be captured (compute.cuda_graph).
-    cross_entropy: Kernel = Kernel.auto
+    cross_entropy: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
     # What dequantizes 4-bit weights on a GPU. bitsandbytes: its kernel, after one pass over quantized scales. triton: a
     # kernel of this project that does both in one pass; the same bits, and steps of 8B are 1 % (16,384 tokens) to 4 %
     # (1,024) faster. Parts of a weight (slices of experts) and fp8 take it in any case, because bitsandbytes' kernel
     # writes whole weights alone.
-    dequantize: Dequantizer = Dequantizer.bitsandbytes
+    dequantize: Dequantizer = setting(Dequantizer.bitsandbytes, Run.same, ALWAYS)
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
     # DoRA. On a GPU with rms_norm=auto, norms and residuals of pre-norm layers, such as Llama's, are also computed
     # together. false computes each by itself.
-    fuse_layers: bool = True
+    fuse_layers: bool = setting(True, Run.same, ALWAYS)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from qlora_fsdp.config.schema.bounds import bounds
+from typing_extensions import assert_never
+
+from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Run, When, above, at_least, setting, when
 
 
 @dataclass
 class RunConfig:
     # Name of the run. It is also the last part of the default folder, and the run's name in W&B.
-    name: str = "run"
+    name: str = setting("run", Run.same, ALWAYS, hosts=Hosts.first, is_planned=False, is_common=True)
     # The run folder. Everything that the run writes is in it.
-    folder: str = "outputs/${run.name}"
+    folder: str = setting(
+        "outputs/${run.name}",
+        Run.same,
+        ALWAYS,
+        other_names=("output_dir",),
+        hosts=Hosts.first,
+        is_planned=False,
+        is_common=True,
+    )
     # Start anew in a folder that already holds a run. Its files are replaced, checkpoints included.
-    overwrite: bool = False
+    overwrite: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
 
 
 class TaskName(Enum):
@@ -26,11 +36,51 @@ class TaskName(Enum):
     sequence_classification = "sequence_classification"
     token_classification = "token_classification"
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model writes text: its head gives the next token."""
+        match self:
+            case TaskName.causal_lm | TaskName.preference:
+                return True
+            case TaskName.reward | TaskName.sequence_classification | TaskName.token_classification:
+                return False
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether a row of the data has answers to the same prompt, or an answer with a label."""
+        match self:
+            case TaskName.preference | TaskName.reward:
+                return True
+            case TaskName.causal_lm | TaskName.sequence_classification | TaskName.token_classification:
+                return False
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether a new head is trained on labels of rows or words."""
+        match self:
+            case TaskName.sequence_classification | TaskName.token_classification:
+                return True
+            case TaskName.causal_lm | TaskName.preference | TaskName.reward:
+                return False
+            case unknown:
+                assert_never(unknown)
+
 
 class ProblemType(Enum):
     single_label_classification = "single_label_classification"
     multi_label_classification = "multi_label_classification"
     regression = "regression"
+
+
+_WITH_LABELS = when(
+    "task.name",
+    *(name for name in TaskName if name.has_labels),
+    fix="task=sequence_classification or token_classification",
+)
 
 
 @dataclass
@@ -39,30 +89,32 @@ class TaskConfig:
     # ..., "chosen": ..., "rejected": ...}. `reward` learns the same by a number for each answer, which a new head gives
     # (Bradley and Terry's loss); a row may have a "margin" that the numbers are to differ by. The other two train a new
     # head on the labels of whole rows, {"text": ..., "label": ...}, or of words, {"tokens": [...], "labels": [...]}.
-    name: TaskName = TaskName.causal_lm
+    name: TaskName = setting(TaskName.causal_lm, Run.other, ALWAYS, files=Files.adapters)
     # Whether a row has one label, any number of labels (a list), or numbers. The names are those of transformers.
-    problem_type: ProblemType = ProblemType.single_label_classification
+    problem_type: ProblemType = setting(
+        ProblemType.single_label_classification, Run.other, _WITH_LABELS, files=Files.adapters
+    )
     # Names of the labels in the order of the head's outputs. Rows give a label by its name or its index. For regression
     # these are the names of the numbers, and null means that there is one number.
-    labels: list[str] | None = None
+    labels: list[str] | None = setting(None, Run.other, _WITH_LABELS, files=Files.adapters)
     # Weights of the labels in the loss, in the same order. Where a row may have several labels, they weigh the positive
     # ones. `balanced` weighs each label inversely to how often it occurs. null weighs all alike.
-    class_weights: Any = None
+    class_weights: Any = setting(None, Run.other, _WITH_LABELS, files=Files.adapters)
 
     @property
     def is_causal(self) -> bool:
         """Whether the model writes text: its head gives the next token."""
-        return self.name in (TaskName.causal_lm, TaskName.preference)
+        return self.name.is_causal
 
     @property
     def compares_answers(self) -> bool:
         """Whether a row of the data has answers to the same prompt, or an answer with a label."""
-        return self.name in (TaskName.preference, TaskName.reward)
+        return self.name.compares_answers
 
     @property
     def has_labels(self) -> bool:
         """Whether a new head is trained on labels of rows or words."""
-        return self.name in (TaskName.sequence_classification, TaskName.token_classification)
+        return self.name.has_labels
 
 
 class PreferenceLoss(Enum):
@@ -78,12 +130,78 @@ class PreferenceLoss(Enum):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the model with what it was before training."""
-        return self not in (PreferenceLoss.simpo, PreferenceLoss.cpo, PreferenceLoss.orpo)
+        match self:
+            case PreferenceLoss.dpo | PreferenceLoss.ipo | PreferenceLoss.hinge | PreferenceLoss.robust:
+                return True
+            case PreferenceLoss.kto:
+                return True
+            case PreferenceLoss.simpo | PreferenceLoss.cpo | PreferenceLoss.orpo:
+                return False
+            case unknown:
+                assert_never(unknown)
 
     @property
     def is_paired(self) -> bool:
         """Whether a row of the data has two answers, of which one was chosen; else one, with a label."""
-        return self is not PreferenceLoss.kto
+        match self:
+            case PreferenceLoss.dpo | PreferenceLoss.ipo | PreferenceLoss.hinge | PreferenceLoss.robust:
+                return True
+            case PreferenceLoss.simpo | PreferenceLoss.cpo | PreferenceLoss.orpo:
+                return True
+            case PreferenceLoss.kto:
+                return False
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def smooths_labels(self) -> bool:
+        """Whether the loss can take a part of the pairs to be swapped (`label_smoothing`)."""
+        match self:
+            case PreferenceLoss.dpo | PreferenceLoss.robust | PreferenceLoss.cpo | PreferenceLoss.simpo:
+                return True
+            case PreferenceLoss.ipo | PreferenceLoss.hinge | PreferenceLoss.orpo | PreferenceLoss.kto:
+                return False
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def default_beta(self) -> float:
+        """`beta` where it is null."""
+        match self:
+            case PreferenceLoss.simpo:
+                return 2.0
+            case PreferenceLoss.dpo | PreferenceLoss.ipo | PreferenceLoss.hinge | PreferenceLoss.robust:
+                return 0.1
+            case PreferenceLoss.cpo | PreferenceLoss.orpo | PreferenceLoss.kto:
+                return 0.1
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def default_sft_weight(self) -> float:
+        """`sft_weight` where it is null."""
+        match self:
+            case PreferenceLoss.cpo | PreferenceLoss.orpo:
+                return 1.0
+            case PreferenceLoss.dpo | PreferenceLoss.ipo | PreferenceLoss.hinge | PreferenceLoss.robust:
+                return 0.0
+            case PreferenceLoss.simpo | PreferenceLoss.kto:
+                return 0.0
+            case unknown:
+                assert_never(unknown)
+
+
+def _losses(*losses: PreferenceLoss) -> tuple[When, ...]:
+    """The condition of a setting that some losses have a part for."""
+    return (*_OF_PREFERENCES, *when("preference.loss", *losses))
+
+
+_OF_PREFERENCES = when("task.name", TaskName.preference, fix="task=preference")
+_OF_SIMPO = _losses(PreferenceLoss.simpo)
+_OF_KTO = _losses(PreferenceLoss.kto)
+_SMOOTHED = _losses(*(loss for loss in PreferenceLoss if loss.smooths_labels))
+_PAIRED = _losses(*(loss for loss in PreferenceLoss if loss.is_paired))
+_WITH_REFERENCE = _losses(*(loss for loss in PreferenceLoss if loss.needs_reference))
 
 
 @dataclass
@@ -92,33 +210,31 @@ class PreferenceConfig:
     # robust (arXiv:2403.00409) and kto (arXiv:2402.01306) compare the model with the base without the adapter, or with
     # the adapter of lora.start. simpo (arXiv:2405.14734), cpo (arXiv:2401.08417) and orpo (arXiv:2403.07691) need no
     # such reference.
-    loss: PreferenceLoss = PreferenceLoss.dpo
+    loss: PreferenceLoss = setting(PreferenceLoss.dpo, Run.other, _OF_PREFERENCES, files=Files.adapters)
     # How strongly the loss reacts to differences of log-probabilities: beta of the papers, but IPO's tau and ORPO's
     # lambda. null: 2 for simpo, 0.1 for the others.
-    beta: float | None = field(default=None, metadata=bounds(above=0))
+    beta: float | None = setting(None, Run.other, _OF_PREFERENCES, files=Files.adapters, bounds=above(0))
     # Part of the pairs whose answers are taken to be swapped: of dpo (conservative DPO), robust, cpo and simpo.
-    label_smoothing: float = field(default=0.0, metadata=bounds(at_least=0, below=0.5))
+    label_smoothing: float = setting(0.0, Run.other, _SMOOTHED, files=Files.adapters, bounds=at_least(0, below=0.5))
     # SimPO's gamma: how much larger, times beta, a chosen answer's mean log-probability is to be.
-    simpo_gamma: float = field(default=1.0, metadata=bounds(at_least=0))
+    simpo_gamma: float = setting(1.0, Run.other, _OF_SIMPO, files=Files.adapters, bounds=at_least(0))
     # This many times the negative log-likelihood of the chosen answer, a mean over its tokens, is added to a pair's
     # loss. With dpo this is RPO (arXiv:2404.19733). null: 1 for cpo and orpo, 0 for the others.
-    sft_weight: float | None = field(default=None, metadata=bounds(at_least=0))
+    sft_weight: float | None = setting(None, Run.other, _PAIRED, files=Files.adapters, bounds=at_least(0))
     # Of kto: the weight of answers whose label is true.
-    desirable_weight: float = field(default=1.0, metadata=bounds(above=0))
+    desirable_weight: float = setting(1.0, Run.other, _OF_KTO, files=Files.adapters, bounds=above(0))
     # Of kto: the weight of answers whose label is false.
-    undesirable_weight: float = field(default=1.0, metadata=bounds(above=0))
+    undesirable_weight: float = setting(1.0, Run.other, _OF_KTO, files=Files.adapters, bounds=above(0))
     # Compute the reference's log-probabilities once, before training, and keep them beside the tokenized data. false
     # computes them in each step, in a pass without gradient. Both are the same numbers.
-    precompute: bool = True
+    precompute: bool = setting(True, Run.same, _WITH_REFERENCE)
 
     @property
     def used_beta(self) -> float:
         """`beta`, or what it is for the loss if it is null."""
-        return self.beta if self.beta is not None else 2.0 if self.loss is PreferenceLoss.simpo else 0.1
+        return self.loss.default_beta if self.beta is None else self.beta
 
     @property
     def used_sft_weight(self) -> float:
         """`sft_weight`, or what it is for the loss if it is null."""
-        if self.sft_weight is not None:
-            return self.sft_weight
-        return 1.0 if self.loss in (PreferenceLoss.cpo, PreferenceLoss.orpo) else 0.0
+        return self.loss.default_sft_weight if self.sft_weight is None else self.sft_weight

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from qlora_fsdp.config.schema.bounds import bounds, one_of
+from typing_extensions import assert_never
+
+from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Run, above, at_least, setting
 from qlora_fsdp.config.schema.model import Dtype
 
 
 class Optimizer(Enum):
     adamw = "adamw"
     adamw_8bit = "adamw_8bit"
+
+    @property
+    def keeps_state_by_rank(self) -> bool:
+        """Whether each rank has a state of its own, of the shards that it has, so that it fits no others."""
+        match self:
+            case Optimizer.adamw:
+                return False
+            case Optimizer.adamw_8bit:
+                return True
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def is_for_gpus(self) -> bool:
+        """Whether its state and its step are on the GPU, so that parameters in host memory can't use it."""
+        match self:
+            case Optimizer.adamw:
+                return False
+            case Optimizer.adamw_8bit:
+                return True
+            case unknown:
+                assert_never(unknown)
 
 
 class LrScheduler(Enum):
@@ -24,21 +48,21 @@ class LrScheduler(Enum):
 @dataclass
 class OptimConfig:
     # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' AdamW with block-wise 8-bit state (arXiv:2110.02861).
-    name: Optimizer = Optimizer.adamw
+    name: Optimizer = setting(Optimizer.adamw, Run.fixed, ALWAYS, files=Files.users)
     # Decoupled weight decay (arXiv:1711.05101).
-    weight_decay: float = field(default=0.0, metadata=bounds(at_least=0))
+    weight_decay: float = setting(0.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
     # Decay of the running means of the gradient and of its square.
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = setting([0.9, 0.999], Run.other, ALWAYS, files=Files.users)
     # Added to the denominator.
-    eps: float = field(default=1e-8, metadata=bounds(above=0))
+    eps: float = setting(1e-08, Run.other, ALWAYS, files=Files.users, bounds=above(0))
     # Clip the gradient's global norm to this. 0 does not clip.
-    max_grad_norm: float = field(default=1.0, metadata=bounds(at_least=0))
+    max_grad_norm: float = setting(1.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
     # Shape of the learning rate after warmup.
-    lr_scheduler_type: LrScheduler = LrScheduler.cosine
+    lr_scheduler_type: LrScheduler = setting(LrScheduler.cosine, Run.other, ALWAYS, files=Files.users)
     # Part of the steps during which the learning rate rises from 0.
-    warmup_ratio: float = field(default=0.03, metadata=bounds(at_least=0, below=1))
+    warmup_ratio: float = setting(0.03, Run.other, ALWAYS, files=Files.users, bounds=at_least(0, below=1))
     # Number of warmup steps. It wins over warmup_ratio.
-    warmup_steps: int | None = field(default=None, metadata=bounds(at_least=0))
+    warmup_steps: int | None = setting(None, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
 
 
 DEFAULT_GLOBAL_BATCH = 16
@@ -54,60 +78,95 @@ class OnBadStep(Enum):
 class TrainingConfig:
     # Most tokens per sequence. With task=preference it is most tokens of a prompt with one answer, and a sequence has
     # room for two of these.
-    max_length: int = field(default=2048, metadata=bounds(at_least=2))
+    max_length: int = setting(
+        2048,
+        Run.other,
+        ALWAYS,
+        files=Files.users,
+        bounds=at_least(2),
+        other_names=("max_seq_length", "sequence_len", "cutoff_len", "max_seq_len"),
+        is_common=True,
+    )
     # Optimizer steps. It wins over num_epochs: the data is repeated as often as needed. null: num_epochs over the data.
-    max_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    max_steps: int | None = setting(None, Run.other, ALWAYS, files=Files.users, bounds=at_least(1), is_common=True)
     # Passes over the data.
-    num_epochs: float = field(default=1.0, metadata=bounds(above=0))
+    num_epochs: float = setting(
+        1.0,
+        Run.other,
+        ALWAYS,
+        files=Files.users,
+        bounds=above(0),
+        other_names=("epochs", "num_train_epochs"),
+        is_common=True,
+    )
     # Sequences per GPU and forward pass. `auto`: the smallest power of two that divides a rank's part of the global
     # batch and has the best predicted speed, but for 1 %; on a CPU about 2,048 tokens. The losses do not depend on it.
-    micro_batch_size: Any = field(default="auto", metadata=bounds(at_least=1))
+    micro_batch_size: Any = setting(
+        "auto",
+        Run.same,
+        ALWAYS,
+        bounds=at_least(1),
+        other_names=("batch_size", "per_device_train_batch_size"),
+        is_common=True,
+    )
     # Sequences per optimizer step, over all ranks. The default is the QLoRA paper's; where it is no multiple of
     # micro_batch_size x ranks, the nearest one is taken. null: micro_batch_size x ranks.
-    global_batch_size: int | None = field(default=DEFAULT_GLOBAL_BATCH, metadata=bounds(at_least=1))
+    global_batch_size: int | None = setting(
+        DEFAULT_GLOBAL_BATCH,
+        Run.other,
+        ALWAYS,
+        files=Files.users,
+        bounds=at_least(1),
+        other_names=("gradient_accumulation_steps",),
+        is_common=True,
+    )
     # Peak learning rate.
-    learning_rate: float = field(default=2e-4, metadata=bounds(above=0))
+    learning_rate: float = setting(
+        0.0002, Run.other, ALWAYS, files=Files.users, bounds=above(0), other_names=("lr",), is_common=True
+    )
     # Seed of the initialisation, of the data's order and of dropout.
-    seed: int = field(default=0, metadata=bounds(at_least=0, below=2**31))
+    seed: int = setting(0, Run.other, ALWAYS, files=Files.adapters, bounds=at_least(0, below=2**31), is_common=True)
     # Let a run repeat to the bit on the same GPUs. Kernels that add in any order are replaced by slower ones or refused
     # by name, and every micro-batch sums its gradients over the ranks. On CPUs runs repeat without it.
-    deterministic: bool = False
+    deterministic: bool = setting(False, Run.same, ALWAYS)
     # Put several rows into one sequence of max_length tokens, without letting them see one another. `auto`: where a
     # small model of the same kind shows that they do not; otherwise each row is a sequence, and the log says why. true:
     # the same, but a run whose rows would see one another ends with an error.
-    packing: Any = field(default="auto", metadata=one_of(True, False, "auto"))
+    packing: Any = setting(
+        "auto", Run.same, ALWAYS, files=Files.adapters, values=(True, False, "auto"), other_names=("sample_packing",)
+    )
     # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused,
     # because it needs loss scaling, which is not here.
-    precision: Dtype = Dtype.auto
+    precision: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.users, other_names=("bf16", "fp16"))
     # Evaluate each time this many steps are done, and at the end. null: only before and after training.
-    eval_every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    eval_every_steps: int | None = setting(None, Run.same, ALWAYS, bounds=at_least(1), other_names=("eval_steps",))
     # Of a mixture of experts: what its load-balancing loss (arXiv:2101.03961) is multiplied by before it is added. 0
     # adds none, whatever the model's config says.
-    router_aux_loss_coef: float = field(default=0.0, metadata=bounds(at_least=0))
+    router_aux_loss_coef: float = setting(0.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
     # What to do when a step's loss or gradient is NaN or infinite. Its rows are written to run.folder/bad_steps. stop:
     # save and end. skip: continue with the next batch. rollback: the same, from the weights of the newest checkpoint.
-    on_bad_step: OnBadStep = OnBadStep.stop
+    on_bad_step: OnBadStep = setting(OnBadStep.stop, Run.same, ALWAYS)
     # A step is also bad when its gradient norm is more than this many times the median of the last 100 steps. null:
     # never.
-    grad_norm_spike: float | None = field(default=None, metadata=bounds(above=1))
+    grad_norm_spike: float | None = setting(None, Run.same, ALWAYS, bounds=above(1))
 
 
 @dataclass
 class CheckpointConfig:
     # Write a checkpoint, which includes the adapter, each time this many steps are done. null: not by steps. SIGTERM,
     # SIGUSR1 and the first Ctrl-C write one in any case, and end the run.
-    every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    every_steps: int | None = setting(None, Run.same, ALWAYS, bounds=at_least(1), other_names=("save_steps",))
     # Write a checkpoint when this many minutes have passed since the last one.
-    every_minutes: float | None = field(default=None, metadata=bounds(above=0))
+    every_minutes: float | None = setting(None, Run.same, ALWAYS, bounds=above(0))
     # Number of checkpoints to keep. An older one is removed once a newer one is complete.
-    keep_last: int = field(default=2, metadata=bounds(at_least=1))
+    keep_last: int = setting(2, Run.same, ALWAYS, bounds=at_least(1), other_names=("save_total_limit",))
     # Besides these, keep this many of those with the lowest evaluation loss.
-    keep_best: int = field(default=0, metadata=bounds(at_least=0))
+    keep_best: int = setting(0, Run.same, ALWAYS, bounds=at_least(0))
     # auto: resume from the newest checkpoint in run.folder, if there is one. none: start anew, which removes the
     # checkpoints. Or the folder of a checkpoint, of this run or of another.
-    resume: str = "auto"
+    resume: str = setting("auto", Run.same, ALWAYS, other_names=("resume_from_checkpoint",), hosts=Hosts.place)
     # Settings that may differ from the checkpoint's although this makes it another run, e.g. [training.learning_rate].
-    allow_changes: list[str] = field(default_factory=list)
+    allow_changes: list[str] = setting([], Run.same, ALWAYS)
 
 
 class WandbMode(Enum):
@@ -127,30 +186,30 @@ class TrackerName(Enum):
 @dataclass
 class TrackingConfig:
     # W&B. auto: online if a key is configured, else disabled, with a note that says so.
-    wandb: WandbMode = WandbMode.disabled
+    wandb: WandbMode = setting(WandbMode.disabled, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Project in W&B and trackio, experiment in MLflow.
-    project: str = "qlora-fsdp"
+    project: str = setting("qlora-fsdp", Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # W&B user or team. null: the key's own.
-    entity: str | None = None
+    entity: str | None = setting(None, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Upload the adapter to W&B and MLflow as an artifact when the run has finished.
-    log_adapter: bool = False
+    log_adapter: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Write TensorBoard's event files to run.folder/tensorboard.
-    tensorboard: bool = False
+    tensorboard: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Trackers that get every figure: wandb, tensorboard, mlflow, trackio. wandb and tensorboard above do the same.
-    report_to: list[str] = field(default_factory=list)
+    report_to: list[str] = setting([], Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # At every evaluation, let the model complete the beginnings of this many held-out rows. The texts go to
     # generations.jsonl, report.html and the trackers. 0: none.
-    num_generations: int = field(default=0, metadata=bounds(at_least=0))
+    num_generations: int = setting(0, Run.same, ALWAYS, bounds=at_least(0), hosts=Hosts.first, is_planned=False)
     # Most tokens per completion. Every token is a pass through the whole model.
-    generation_tokens: int = field(default=64, metadata=bounds(at_least=1))
+    generation_tokens: int = setting(64, Run.same, ALWAYS, bounds=at_least(1), hosts=Hosts.first, is_planned=False)
 
 
 @dataclass
 class HubConfig:
     # Upload the adapter to the Hugging Face hub when the run has finished (transformers' push_to_hub). Whether that is
     # allowed is found out before training. A failed upload does not fail the run.
-    push: bool = False
+    push: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first)
     # The repository, ORG/NAME, or NAME for one of your own (transformers' hub_model_id). It is made if it is not there.
-    repo: str | None = None
+    repo: str | None = setting(None, Run.same, ALWAYS, hosts=Hosts.first)
     # Whether a new repository is private (transformers' hub_private_repo). One that is there stays as it is.
-    private: bool = True
+    private: bool = setting(True, Run.same, ALWAYS, hosts=Hosts.first)

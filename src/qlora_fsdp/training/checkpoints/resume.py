@@ -10,9 +10,9 @@ from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.batch_size import AUTO
-from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
-from qlora_fsdp.config.schema import Config, Optimizer, ShardingStrategy
-from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.identity import find_changes, plain_settings
+from qlora_fsdp.config.schema import Config, Run, ShardingStrategy
+from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, CHECKPOINTS, MANIFEST, checkpoint_folders, describe_attempt, step_of
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
@@ -28,16 +28,8 @@ SLICES = "distributed.context_parallel"
 OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan
 WHOLE_OR_SPLIT = (ShardingStrategy.NO_SHARD.value, ShardingStrategy.FULL_SHARD.value)
 NEWEST = ("true", "yes", "last", "latest", "newest")  # so other trainers call it
-# What is saved has other tensors, or tensors of other shapes, where these differ.
-FIXED = (
-    *("lora.r", "lora.rank_pattern", "lora.target_modules", "lora.exclude_modules", "lora.experts"),
-    *("lora.modules_to_save", "lora.use_dora", "optim.name"),
-    *("tokenizer.add_tokens", "tokenizer.add_special_tokens"),
-)
 PACKING = "training.packing"
 MAKES_SEQUENCES = ("data.", PACKING, "training.max_length", "training.seed")  # beginnings of settings
-# Each rank saves its own state of adamw_8bit, which fits no other shards.
-SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:
@@ -113,28 +105,33 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     Raises:
         ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it or can't allow it.
     """
-    is_8bit = config.optim.name is Optimizer.adamw_8bit
-    keeps_shards = is_8bit and num_ranks == checkpoint.num_ranks  # on other ranks nothing helps, as said below
+    keeps_shards = config.optim.name.keeps_state_by_rank and num_ranks == checkpoint.num_ranks  # else said below
     changes, problems = [], []
     for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
         was = printable(show("", old)[1:])
-        is_allowed = key in config.checkpoint.allow_changes and key not in FIXED
-        if is_allowed or (is_harmless(key) and not (keeps_shards and key in SHARDS)):
-            is_choice = key in (*OPEN, SLICES) and show("", value) == f"={AUTO}"  # the user need not have changed it
-            changes.append(f"{f'{key} chosen anew' if is_choice else show(key, value)} (was {was})")
+        run = all_settings()[key].facets.run
+        if run is Run.fixed:
+            reason = f"was {was} when {checkpoint.folder} was written, and what is saved there fits nothing else."
+            fix = f"Set {key}={was}, or checkpoint.resume=none to start anew."
+            problems.append(Problem(show(key, value), reason, fix))
+            continue
+        may_change = run.is_same and not (keeps_shards and run is Run.same_shards)
+        if may_change or key in config.checkpoint.allow_changes:
+            is_chosen = key in (*OPEN, SLICES) and show("", value) == f"={AUTO}"  # the user need not have changed it
+            now = f"{key} chosen anew" if is_chosen else show(key, value)
+            changes.append(f"{now} (was {was})")
         else:
             reason = f"was {was} when {checkpoint.folder} was written: it would be another run."
             fix = f"Set {key}={was}, or checkpoint.allow_changes=[{key}], or checkpoint.resume=none to start anew."
-            if key in FIXED:
-                reason = f"was {was} when {checkpoint.folder} was written, and what is saved there fits nothing else."
-                fix = f"Set {key}={was}, or checkpoint.resume=none to start anew."
             problems.append(Problem(show(key, value), reason, fix))
     if num_ranks != checkpoint.num_ranks:
         changes.append(f"{plural(num_ranks, 'rank')} (was {checkpoint.num_ranks})")
-        if is_8bit:
-            reason = f"keeps its state by rank: {num_ranks} ranks can't go on from the {checkpoint.num_ranks} of"
+        if config.optim.name.keeps_state_by_rank:
+            reason = (
+                f"keeps its state by rank: {plural(num_ranks, 'rank')} can't go on from the {checkpoint.num_ranks} of"
+            )
             fix = f"Start {plural(checkpoint.num_ranks, 'rank')}, or set checkpoint.resume=none to start anew."
-            problems.append(Problem("optim.name=adamw_8bit", f"{reason} {checkpoint.folder}.", fix))
+            problems.append(Problem(show("optim.name", config.optim.name), f"{reason} {checkpoint.folder}.", fix))
     if problems:
         raise ConfigError(problems)
     return changes
