@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, ModelConfig, TokenizerConfig
+from qlora_fsdp.data.stop_tokens import BYTES, remember_stop_tokens
 from qlora_fsdp.data.tokenizer_files import load_from_files
 
 
@@ -75,15 +76,15 @@ def find_tokenizer(
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of `model.tokenizer_path`, or of `model.path` if that is not set.
 
-    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter. If the
-    tokenizer has no pad token, its end token becomes the pad token: padding never has a target, and the embeddings keep
-    their size.
+    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter. The tokens
+    at which generation stops are those of the model's files (`stop_tokens`). If the tokenizer has no pad token, its end
+    token becomes the pad token: padding never has a target, and the embeddings keep their size.
 
     Raises:
         CheckpointError: there is no tokenizer, or it has no fast (Rust) version.
         DataError: `data.chat_template` is neither a file nor the name of a template that ships here.
     """
-    if model.tokenizer_path == "bytes":
+    if model.tokenizer_path == BYTES:
         tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
     else:
         tokenizer = load_from_files(model)
@@ -96,6 +97,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
         tokenizer.chat_template = read_template(data.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    remember_stop_tokens(tokenizer, model)
     return tokenizer
 
 

@@ -11,6 +11,7 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chats.calls import write_calls
 from qlora_fsdp.data.chats.markers import explain_no_template
+from qlora_fsdp.data.chats.stops import end_turns
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, has_generation_marks
 from qlora_fsdp.data.chats.turn_kinds import can_trace
 from qlora_fsdp.data.chats.turns import find_turns
@@ -45,7 +46,9 @@ def format_messages(
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
     check_fields(conversation, text, trained)
-    spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
+    if has_marks:
+        return text, tuple(_choose_marks(marks, messages, trained))
+    text, spans = end_turns(conversation, text, find_turns(conversation, text, trace, trained))
     return text, tuple(spans)
 
 

@@ -1,0 +1,75 @@
+"""Answers end with a token at which generation stops: those of the tokenizer and of generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.glm import write_glm_files
+
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.data.cache import fingerprint
+from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
+from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenizer import load_tokenizer
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ASKED = {"role": "user", "content": "1+2?"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TOLD = {"role": "tool", "content": "3"}
+SAID = {"role": "assistant", "content": "Three."}
+CALL_TEXT = "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+
+
+def marked(folder: Path, messages: list[dict[str, Any]]) -> str:
+    """What RowTokenizer makes of a conversation, with ⟦ and ⟧ around what is trained on."""
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)), DataConfig())
+    rows = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 5000, BadRows.error)
+    out = rows({"place": ["row"], "row": [json.dumps({"messages": messages}).encode()]})
+    (tokens,), (mask,) = out["tokens"], out["is_target"]
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    texts = [(tokenizer.decode(tokens[start:end]), bool(mask[start])) for start, end in pairwise(edges)]
+    return "".join(f"⟦{text}⟧" if is_target else text for text, is_target in texts)
+
+
+def test_markers_of_the_next_role_end_answers_and_calls(tmp_path: Path):
+    folder = write_glm_files(tmp_path)
+    assert marked(folder, [ASKED, CALLED, TOLD, SAID, ASKED, SAID]) == (
+        f"[gMASK]<sop><|user|>\n1+2?<|assistant|>⟦{CALL_TEXT}<|observation|>⟧\n<tool_response>\n3\n</tool_response>"
+        "<|assistant|>⟦\n<think></think>\nThree.<|user|>⟧\n1+2?<|assistant|>⟦\n<think></think>\nThree.<|user|>⟧"
+    )
+
+
+@pytest.mark.parametrize(("last", "stop"), [(SAID, "<|user|>"), (CALLED, "<|observation|>")])
+def test_behind_the_last_answer_the_stop_token_of_its_kind_is_added(tmp_path: Path, last: dict[str, Any], stop: str):
+    text = marked(write_glm_files(tmp_path), [ASKED, last])
+    assert text.endswith(f"{stop}⟧") and text.count(stop) == (2 if stop == "<|user|>" else 1)
+
+
+def test_nothing_is_added_behind_what_is_not_trained_on(tmp_path: Path):
+    folder = write_glm_files(tmp_path)
+    assert marked(folder, [ASKED, SAID, ASKED]).endswith("<|user|>⟧\n1+2?")
+    assert marked(folder, [ASKED, SAID, ASKED, {**SAID, "train": False}]).endswith("\n<think></think>\nThree.")
+
+
+def test_stop_tokens_are_those_of_generation_config_that_the_tokenizer_knows(tmp_path: Path):
+    folder = write_glm_files(tmp_path)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)), DataConfig())
+    assert stop_texts(tokenizer) == ("<eos>", "<|user|>", "<|observation|>")
+    before = fingerprint(tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9_999, 65, True, "x"]}))
+    alone = load_tokenizer(ModelConfig(path=str(folder)), DataConfig())
+    assert stop_ids(alone) == (tokenizer.eos_token_id,)  # 65 is a byte, and no marker
+    assert fingerprint(alone) != before
+
+
+@pytest.mark.parametrize("text", [None, "[", "[]", '{"eos_token_id": null}'])
+def test_without_ids_the_end_token_alone_stops(tmp_path: Path, text: str | None):
+    folder = write_glm_files(tmp_path)
+    (folder / "generation_config.json").unlink()
+    if text is not None:
+        (folder / "generation_config.json").write_text(text)
+    assert stop_texts(load_tokenizer(ModelConfig(path=str(folder)), DataConfig())) == ("<eos>",)
