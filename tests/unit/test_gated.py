@@ -8,18 +8,24 @@ import peft
 import pytest
 import torch
 from tests.compare_families import make_config
+from tests.helpers.patched import liger_kernels
+from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
-from transformers.models.llama import modeling_llama
 
+from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.config.schema import ComputeConfig, KernelsConfig
-from qlora_fsdp.layers import Format, QuantizedLinear, gated, liger
+from qlora_fsdp.data.tokenizer import NO_TOKENS
+from qlora_fsdp.layers import Format, QuantizedLinear, gated
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.mlp import GatedMlp
-from qlora_fsdp.layers.rewire import rewire
+from qlora_fsdp.layers.rewire import Rewired, rewire
+from qlora_fsdp.model.assemble import adapt_model
+from qlora_fsdp.model.build import BuildSettings, build_model
+from qlora_fsdp.model.find import ModelFiles
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 FOUND = {  # by family: the roles of the layers of its MLP
@@ -126,17 +132,25 @@ def test_once_for_a_class_and_again_when_quantized_and_adapted(monkeypatch: pyte
     assert all(isinstance(mlp.forward, GatedMlp) for mlp in mlps)
 
 
-def test_ligers_mlp_is_what_it_stands_for(monkeypatch: pytest.MonkeyPatch):
-    """Its own kernel does not run here. It gets the verdict of the class that it replaces."""
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(liger, "_stock", {})
-    stock = modeling_llama.LlamaMLP
-    config = LlamaConfig(hidden_size=64, intermediate_size=96)
-    try:
-        liger.use_fused_kernels(KernelsConfig(), config, torch.device("cuda"))
-        mlp = modeling_llama.LlamaMLP(config)
-        assert type(mlp) is not stock and find_gated(mlp) == (NAMES, "silu")
-    finally:
-        for (owner, name), value in liger._stock.items():
-            setattr(owner, name, value)
-    assert modeling_llama.LlamaMLP is stock
+@pytest.mark.parametrize("family", sorted(LIGER_KERNELS))
+def test_a_model_of_ligers_classes_is_what_it_is_without_them(family: str):
+    """As a run on a GPU builds, adapts and rewires it where Liger is installed: of the same MLPs, fused alike.
+
+    Liger's kernels do not run here, and neither does a layer: what is proven is how modules are made and recognised.
+    """
+    config = make_config(family)
+    if getattr(config, "head_dim", 0) is None:  # by default, with which transformers' own class can't be built
+        config.head_dim = 16
+    settings = load_config(["quant=int8"])
+
+    def build() -> tuple[set[object], Rewired]:
+        built = build_model(ModelFiles(None, config), BuildSettings(settings.quant, torch.bfloat16, "eager"))
+        modules = list(built.model.modules())
+        found = {found for module in modules if (found := find_gated(module)) is not None}
+        model = adapt_model(built, settings, NO_TOKENS)
+        return found, rewire(model, ComputeConfig(), KernelsConfig())
+
+    stock = build()
+    with liger_kernels(config) as chosen:
+        assert set(LIGER_KERNELS[family]) - {"glu"} <= set(chosen)
+        assert build() == stock

@@ -10,7 +10,7 @@ itself is computed as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.gated_activation import Activation
-from qlora_fsdp.layers.liger import stock_classes
+from qlora_fsdp.layers.liger import plain_activations
 from qlora_fsdp.runtime.hardware import is_shortage
 
 SIZE = 16  # of hidden states, and the inner size: equal, so that any layer may have any role
@@ -94,38 +94,29 @@ def _prove(module: nn.Module, linears: Mapping[str, nn.Linear]) -> Gated | None:
                 name: nn.Linear(SIZE, width, linears[name].bias is not None)
                 for name, width in zip(names, widths, strict=True)
             }
-            for probe in _probes(module):
-                probe._modules = {**copy.deepcopy(probe._modules), **small}
-                found = _run(probe, x)
-                for activation, function in _ACTIVATIONS.items():
-                    if found is not None and is_equal(found, _compute([*small.values()], function, x)):
-                        return Gated(names, activation)
+            others = {name: child for name, child in module._modules.items() if name not in linears}
+            probe = copy.copy(module)
+            probe._modules = {**copy.deepcopy(others), **small}
+            found = _run(probe, x)
+            for activation, function in _ACTIVATIONS.items():
+                if found is not None and is_equal(found, _compute([*small.values()], function, x)):
+                    return Gated(names, activation)
     return None
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Run the forward of a module's class, without hooks or replacements; None if it can't be called so."""
+    """Run the forward of a module's class, without hooks or replacements; None if it can't be called so.
+
+    Liger's classes call kernels for GPUs, which are computed by plain torch here.
+    """
     try:
-        found = type(module).forward(module, x)
+        with plain_activations():
+            found = type(module).forward(module, x)
     except Exception as error:  # it wants other arguments, or layers of its own sizes
         if is_shortage(error):
             raise
         return None
     return found if isinstance(found, Tensor) else None
-
-
-def _probes(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules of the same class and attributes, whose children are to be replaced.
-
-    Liger's MLPs compute on GPUs alone. What they stand for is computed in their place.
-    """
-    for kind in stock_classes(type(module)):
-        with torch.device("meta"):
-            stock: nn.Module = kind(module.config)
-        yield stock
-    probe = copy.copy(module)
-    probe._modules = {name: child for name, child in module._modules.items() if _linear(child) is None}
-    yield probe
 
 
 def _compute(layers: Sequence[nn.Linear], activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
@@ -106,6 +109,33 @@ def stock_models() -> Iterator[None]:
     finally:
         for (owner, name), value in patched.items():
             setattr(owner, name, value)
+
+
+@contextmanager
+def plain_activations() -> Iterator[None]:
+    """While it lasts, plain torch computes Liger's functions for gated activations, whose kernels run on GPUs alone.
+
+    So a module of Liger's can be run anywhere as it is, whatever arguments its constructor and that of the class in
+    whose place it stands may take.
+    """
+    if "liger_kernel" not in sys.modules:
+        yield
+        return
+    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
+
+    with (
+        patch.object(LigerSiLUMulFunction, "apply", _silu_and_multiply),
+        patch.object(LigerGELUMulFunction, "apply", _gelu_and_multiply),
+    ):
+        yield
+
+
+def _silu_and_multiply(gate: Tensor, up: Tensor, gate_factor: float = 1.0, down_factor: float = 1.0) -> Tensor:
+    return F.silu(gate * gate_factor) * up * down_factor
+
+
+def _gelu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def stock_classes(kind: type) -> list[Any]:
