@@ -52,8 +52,8 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
   report_rows=8       how many of them
   other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
-  write=adapter       instead of a model the adapter alone, as vLLM reads it: with one adapter for each expert of a
-                      mixture, and one scaling for all layers
+  write=adapter       instead of a model the adapter alone, as vLLM reads it: with the names that layers have in the
+                      base's files, one adapter for each expert of a mixture, and one scaling for all layers
 
 examples:
   qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
@@ -95,8 +95,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.write == "adapter":
         trained = assemble_trained(config, settings, processes)
         with merging_to(out):
-            export_adapter(trained, adapter, out)
-        log.info(f"Written: {out}, an adapter as vLLM reads it, by --lora-modules NAME={out}.")
+            renamed = export_adapter(trained, adapter, out)
+        log.info(_describe_export(adapter, out, renamed))
         return
     is_there = (out / "config.json").is_file()  # which a merge writes last
     merge_files(
@@ -116,6 +116,18 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         with merging_to(out):
             write_json(out / "merge_report.json", report)
         print_result(json.dumps(report))
+
+
+def _describe_export(adapter: Path, out: Path, renamed: dict[str, str]) -> str:
+    """Describe an adapter that was written for servers, and which of the two is whose."""
+    lines = [f"Written: {out}, an adapter as vLLM reads it, by --lora-modules NAME={out}."]
+    if renamed:
+        name, other = next(iter(renamed.items()))
+        lines.append(
+            f"Its layers have the names of the base's files, by which vLLM knows them: {other}, where PEFT has {name}. "
+            f"For PEFT and qlora-fsdp is {adapter}."
+        )
+    return "\n".join(lines)
 
 
 def _describe_end(out: Path, was_there: bool, config: Config, trained_on: DataFormat | None) -> str:

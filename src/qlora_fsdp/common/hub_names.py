@@ -32,6 +32,12 @@ def path_exists(path: str) -> bool:
         return False
 
 
+def loadable_name(path: str) -> str:
+    """Returns a name under which a model loads from any current folder: a folder of this machine by its whole path."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if path_exists(path) and folder.is_dir() else path
+
+
 def is_repo_name(name: str) -> bool:
     """Whether a repository of the hub may have this name: ORG/NAME, or NAME for one of the user's own."""
     return _REPO.fullmatch(name) is not None and not name.endswith((".git", ".", "-")) and "--" not in name

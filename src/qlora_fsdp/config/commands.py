@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
+from qlora_fsdp.common.hub_names import loadable_name
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
 from qlora_fsdp.config.bounded_yaml import read_text
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings
@@ -187,8 +188,8 @@ def saved_settings(
     shown = {key: value_of(config, key) for key in described() if not is_hidden(config, key)}
     values: dict[str, Any] = sections_of(shown)
     path = config.model.path
-    if path is not None and Path(path).expanduser().is_dir():
-        values["model"]["path"] = str(Path(path).expanduser().resolve())
+    if path is not None:
+        values["model"]["path"] = loadable_name(path)
     if config.training.packing is not False:  # else it is a classifier, or the user's wish
         del values["training"]["packing"]
     if config.model.weights is not Weights.random:

@@ -54,6 +54,11 @@ class RunSummary:
         """The model is loaded and proven; all that came before the first step took `setup_seconds`."""
         self.figures |= figures | {"setup_seconds": setup_seconds}
 
+    def served(self, export: str | None, merge: str | None) -> None:
+        """Why a server does not apply the adapter as it is, or beside its base at all; None where it does."""
+        reasons = {"not_served_as_it_is_because": export, "not_served_because": merge}
+        self.figures |= {name: reason for name, reason in reasons.items() if reason is not None}
+
     def trained(self, checkpoints: dict[str, Any]) -> None:
         """Training has ended, well or not; `checkpoints` is what was saved on the way."""
         self.figures["checkpoints"] = checkpoints
@@ -92,7 +97,26 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
     commands = commands_for(folder / "adapter", config.task.is_causal, is_random, config.model.trust_remote_code)
     named = {"adapter": folder / "adapter", "report": folder / REPORT_FILE}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
-    return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])
+    lines += ["Next:", *(f"  {command}" for command in commands)]
+    if config.task.is_causal and not is_random:
+        lines += _for_servers(folder / "adapter", summary, config.model.trust_remote_code)
+    return "\n".join(lines)
+
+
+def _for_servers(adapter: Path, summary: Mapping[str, Any], trusts_code: bool) -> list[str]:
+    """Lines on what a server needs, where it does not apply the adapter as it is."""
+    reason = summary.get("not_served_because")
+    if reason is not None:
+        return [f"Note: no server applies the adapter beside its base, because {reason}. merge makes one model of both"]
+    reason = summary.get("not_served_as_it_is_because")
+    if reason is None:
+        return []
+    given = f"adapter={shlex.quote(str(adapter))}{trust(trusts_code)}"
+    out = shlex.quote(str(adapter.with_name("for-vllm")))
+    return [
+        f"Note: the adapter is for PEFT. vLLM does not apply it as it is, because {reason}. For vLLM:",
+        f"  qlora-fsdp merge {given} out={out} write=adapter",
+    ]
 
 
 def commands_for(adapter: Path, is_causal: bool, is_random: bool, trusts_code: bool) -> list[str]:

@@ -12,9 +12,8 @@ from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
-from qlora_fsdp.layers.experts.lora import ExpertLora
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
-from qlora_fsdp.model.experts import is_apart
+from qlora_fsdp.model.adapters.serving import Serving, find_serving, settings_of
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, NUM_FINAL, read_metrics
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.train_result import TrainResult
@@ -60,6 +59,7 @@ def describe_adapter(
         num = max(1, min(NUM_FINAL, len(losses) // 2))
         has_both = is_whole and len(losses) > 1
         train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
+    serving = serving_of(prepared)
     return CardFacts(
         base=hub_name(public_value(config, "model.path")),
         base_name=_base_name(config),
@@ -73,11 +73,18 @@ def describe_adapter(
         eval_losses=tuple(result.eval_losses),
         train_losses=train_losses,
         rank=max(config.lora.r, *config.lora.rank_pattern.values(), 1),
-        needs_merge=_why_merge(prepared, config),
+        needs_export=serving.export,
+        needs_merge=serving.merge,
         prompt=_describe_prompt(form, prepared.tokenizer),
         example=_example(folder),
         loss=_name_loss(config),
     )
+
+
+def serving_of(prepared: Prepared) -> Serving:
+    """How a server applies the adapter of a run."""
+    model = prepared.model
+    return find_serving(model.base, prepared.assembled.meta.assignments, settings_of(model.model))
 
 
 def _name_loss(config: Config) -> str:
@@ -130,27 +137,6 @@ def _settings(prepared: Prepared, config: Config) -> tuple[tuple[str, str], ...]
             shown = f"{value:g}" if isinstance(value, float) else getattr(value, "value", value)
             found.append((key, ", ".join(map(str, shown)) if isinstance(shown, list) else str(shown)))
     return (*found, ("sequences per step", str(prepared.split.global_batch_size)))
-
-
-def _why_merge(prepared: Prepared, config: Config) -> str | None:
-    if config.lora.use_dora:
-        return "it is a DoRA adapter"
-    if config.lora.modules_to_save:
-        return "it holds whole layers (lora.modules_to_save)"
-    if prepared.assembled.tokens.ids:
-        return "it has rows for new tokens"
-    stored = {assignment.name: assignment.stored for assignment in prepared.assembled.meta.assignments}
-    experts = [
-        stored[f"{name.replace('.base_layer', '')}.{module.parameter_name}"]
-        for name, module in prepared.model.base.named_modules()
-        if isinstance(module, ExpertLora)
-    ]
-    if any(map(is_apart, experts)):
-        return "its experts' adapters are as PEFT keeps them (qlora-fsdp merge write=adapter writes them for vLLM)"
-    if config.lora.rank_pattern or config.lora.alpha_pattern:
-        hint = "" if experts else " (qlora-fsdp merge write=adapter makes them alike for vLLM)"
-        return f"its layers differ in rank or alpha{hint}"
-    return None
 
 
 def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase) -> str:

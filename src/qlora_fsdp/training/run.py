@@ -47,6 +47,7 @@ from qlora_fsdp.training.checkpoints.resume import (
     find_checkpoint,
     is_own,
 )
+from qlora_fsdp.training.describe_adapter import serving_of
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
@@ -115,6 +116,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
             mix = {part.path: part.often for part in prepared.data.report.mix}
             summary.loaded(loaded | ({"mix": mix} if mix else {}), setup_seconds=time.perf_counter() - started)
             prepared = add_reference(prepared, processes)
+            serving = serving_of(prepared)
+            summary.served(serving.export, serving.merge)
             result = train_adapter(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started

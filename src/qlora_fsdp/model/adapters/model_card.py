@@ -56,7 +56,8 @@ class CardFacts:
         train_losses: mean losses of the first training steps, if these are known, and of the last; None if there are
             none.
         rank: the largest of the adapter.
-        needs_merge: why vLLM can't serve the adapter beside its base; None if it can.
+        needs_export: why vLLM serves it only as `merge write=adapter` writes it; None if that is not so.
+        needs_merge: why vLLM can't serve it beside its base in any form; None if it can.
         prompt: how a prompt is written for the adapter.
         example: a prompt and what the model wrote; None if it wrote nothing during training.
         loss: what the losses are means of.
@@ -74,6 +75,7 @@ class CardFacts:
     eval_losses: tuple[tuple[int, float], ...] = ()
     train_losses: tuple[float | None, float] | None = None
     rank: int = 8
+    needs_export: str | None = None
     needs_merge: str | None = None
     prompt: str = ""
     example: tuple[str, str] | None = None
@@ -194,10 +196,16 @@ def _serving(facts: CardFacts) -> list[str]:
         command = "qlora-fsdp merge adapter=path/to/this/folder out=merged\nvllm serve merged"
         return [why, fence(command, "sh")]
     rank = next((rank for rank in VLLM_RANKS if rank >= facts.rank), facts.rank)
-    command = (
-        f"vllm serve {facts.base or LOCAL_BASE} --enable-lora --max-lora-rank {rank} \\\n"
-        "  --lora-modules adapter=path/to/this/folder"
-    )
+    start = f"vllm serve {facts.base or LOCAL_BASE} --enable-lora --max-lora-rank {rank} \\\n  --lora-modules adapter="
+    if facts.needs_export is not None:
+        why = (
+            f"This folder is for PEFT. vLLM does not apply its layers as they are, because {facts.needs_export}; "
+            "qlora-fsdp merge write=adapter writes them for vLLM, in which the adapter is then a model of the name "
+            "`adapter`:"
+        )
+        export = "qlora-fsdp merge adapter=path/to/this/folder out=for-vllm write=adapter"
+        return [why, fence(f"{export}\n{start}for-vllm", "sh")]
+    command = f"{start}path/to/this/folder"
     return ["With vLLM, in which the adapter is then a model of the name `adapter`:", fence(command, "sh")]
 
 

@@ -7,7 +7,7 @@ import math
 from typing import cast
 
 import peft
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
@@ -20,11 +20,11 @@ CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "Au
 
 USAGE = """\
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained({base}{rope}){resize}
+model = {auto_class}.from_pretrained({base}{rope}){resize}
 model = PeftModel.from_pretrained(model, folder)"""
 
 CLASSIFIER_USAGE = """\
@@ -78,13 +78,22 @@ def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) 
     Returns:
         Both codes. The second is empty if the base's usual BitsAndBytesConfig is enough.
     """
-    auto_class, base_model = CLASSIFIERS.get(str(model.peft_config[ADAPTER].task_type)), _base(model)
+    base_model = _base(model)
+    classifier = CLASSIFIERS.get(str(model.peft_config[ADAPTER].task_type))
+    auto_class = classifier or _auto_class(base_model)
     num_tokens, num_rows = count_tokens(base_model)
     resize = RESIZE.format(num_tokens=num_tokens) if num_tokens != num_rows else ""
-    usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(
+    usage = (CLASSIFIER_USAGE if classifier else USAGE).format(
         base=json.dumps(base), resize=resize, auto_class=auto_class, rope=_rope(base_model) if scales_rope else ""
     )
     return usage, _quantized_usage(model, usage, json.dumps(base))
+
+
+def _auto_class(model: PreTrainedModel) -> str:
+    """The class of transformers' that gives this model for its files: some are known as models for images alone."""
+    by_config = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    is_for_images = by_config is None and type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return "AutoModelForImageTextToText" if is_for_images else "AutoModelForCausalLM"
 
 
 def _rope(model: PreTrainedModel) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing
-from qlora_fsdp.common.hub_names import LOCAL_BASE
+from qlora_fsdp.common.hub_names import LOCAL_BASE, loadable_name
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, SETTINGS_FILE
 from qlora_fsdp.config.adapter_tables import PREFIX
 from qlora_fsdp.layers.token_rows import ADAPTER
@@ -155,6 +155,8 @@ def write_adapter(
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     saved = copy(config)  # training may be using `config` meanwhile
     saved.inference_mode = True
+    if saved.base_model_name_or_path is not None:  # AutoPeftModel loads the base by it, from any folder
+        saved.base_model_name_or_path = loadable_name(saved.base_model_name_or_path)
     saved.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
