@@ -36,9 +36,9 @@ AUTO = {
     "gemma3n_text": (True, ["quant=none"]),
     "gemma4_text": (True, ["quant=none"]),
     "gemma4_unified_text": (True, ["quant=none"]),
-    "qwen3_next": (False, ["quant=none"]),
-    "qwen3_5_text": (False, ["quant=none"]),
-    "lfm2": (False, ["quant=none", "lora.target_modules=[q_proj,v_proj]"]),
+    "qwen3_next": (True, ["quant=none"]),
+    "qwen3_5_text": (True, ["quant=none"]),
+    "lfm2": (True, ["quant=none", "lora.target_modules=[q_proj,v_proj]"]),
 }
 
 

@@ -51,6 +51,7 @@ from qlora_fsdp.layers.norm_kinds import find_kind
 from qlora_fsdp.layers.prenorm import join_norms
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
+from qlora_fsdp.layers.recurrent.gated_norm import use_gated_norm
 from qlora_fsdp.layers.tiles import TiledModule
 
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -121,6 +122,7 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
         for module in modules:
             if (kind := find_kind(module)) is not None and not module.weight.requires_grad:
                 module.forward = partial(normalize, kind, module, module.forward)
+            use_gated_norm(module)
             join_norms(module)
     num_groups = sum(_group_same_input(module) for module in modules)
     num_groups += sum(_fuse_mlp(module) for module in modules)

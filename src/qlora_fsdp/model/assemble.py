@@ -23,6 +23,7 @@ from qlora_fsdp.layers.attention.choose import choose_attention, describe_wide_h
 from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
+from qlora_fsdp.layers.recurrent.replace import wants_one_sequence
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, describe_idle_patterns
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
@@ -30,7 +31,6 @@ from qlora_fsdp.model.adapters.write import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.find import ModelFiles, find_model
-from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.model.tasks.classifier import Classifier
@@ -211,7 +211,7 @@ def _refuse_recurrent_kernels(meta: MetaModel) -> None:
         ConfigError: the model has such layers, and transformers would use the kernels that are installed for them.
     """
     installed = [name for name in RECURRENT_KERNELS if find_spec(name) is not None]
-    if installed and has_recurrent_layers(meta.model):
+    if installed and wants_one_sequence(meta.model):
         reason = f"can't be kept: {' and '.join(installed)}, whose kernels this model uses, add in any order."
         fix = "Set training.deterministic=false, or uninstall them: torch computes in their place (slower)."
         raise ConfigError([Problem("training.deterministic=true", reason, fix)])

@@ -33,6 +33,7 @@ from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, 
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.layers.experts.forward import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
+from qlora_fsdp.layers.recurrent.replace import replace_functions
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.layer_kinds import share_equal_layers
@@ -135,6 +136,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     if settings.is_classifier:
         describe_task(config, settings.task, settings.pad_token_id)
     model = _make_on_meta(config, files, settings)
+    replace_functions(model)
     check_num_chosen(model)
     dropped = _drop_towers(model)
     if settings.shares_equal_layers:

@@ -10,14 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
-
-
-def has_recurrent_layers(model: nn.Module) -> bool:
-    """Whether the model has layers that carry a state from token to token: all of those in use begin with a Conv1d."""
-    return any(isinstance(module, nn.Conv1d) for module in model.modules())
 
 
 def _has_several_rows(batch: Batch) -> bool:
@@ -25,9 +20,9 @@ def _has_several_rows(batch: Batch) -> bool:
     return len(batch.sequence_starts) > len(batch.input_ids) + 1
 
 
-def lay_out_for(batch: Batch, is_recurrent: bool) -> Batch:
-    """The batch as the model takes it: the kernels of recurrent layers want packed rows in one sequence, [1, B * L]."""
-    if not is_recurrent or not _has_several_rows(batch) or len(batch.input_ids) == 1:
+def lay_out_for(batch: Batch, wants_one_sequence: bool) -> Batch:
+    """The batch as the model takes it: packages' kernels of recurrent layers want packed rows in one, [1, B * L]."""
+    if not wants_one_sequence or not _has_several_rows(batch) or len(batch.input_ids) == 1:
         return batch
     flat = {name: getattr(batch, name).view(1, -1) for name in ("input_ids", "targets", "position_ids")}
     return replace(batch, **flat)

@@ -25,7 +25,10 @@ try:
     import triton
     import triton.language as tl
     from triton.runtime.errors import OutOfResources
+
+    HAS_TRITON = True
 except ImportError:
+    HAS_TRITON = False
 
     class _NoTriton:
         """The names that the kernels' modules use while they are imported, and in the functions around the kernels."""
@@ -48,6 +51,7 @@ except ImportError:
 __all__ = [
     "as_on_a_gpu",
     "bytes_moved",
+    "has_kernels",
     "kernel",
     "moves",
     "runs_kernels",
@@ -162,6 +166,11 @@ def times() -> int:
 def runs_kernels(tensor: Tensor) -> bool:
     """Whether layers use the kernels for a tensor: it is on a GPU, or on meta while a GPU's run is planned."""
     return tensor.is_cuda or (tensor.is_meta and _plans_gpu.get())
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """The same where no setting says whether kernels are used: a GPU without Triton has none."""
+    return runs_kernels(tensor) and (tensor.is_meta or HAS_TRITON)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction
+from qlora_fsdp.layers.recurrent.replace import has_recurrent_layers, wants_one_sequence
 from qlora_fsdp.layers.rewire import attach_loss
-from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
+from qlora_fsdp.model.inputs import lay_out_for, row_markers
 from qlora_fsdp.model.positions import first_position
 from qlora_fsdp.model.tasks.router_loss import RouterLoss
 from qlora_fsdp.model.tasks.task_model import TaskModel
@@ -48,7 +49,9 @@ class CausalLM(TaskModel):
         transform: LogitTransform | None = UNCHANGED,
     ) -> None:
         super().__init__(model)
-        self.transform, self.is_recurrent = transform, has_recurrent_layers(self.base)
+        self.transform = transform
+        self.is_recurrent = has_recurrent_layers(self.base)
+        self.wants_one_sequence = wants_one_sequence(self.base)
         self.first_position = first_position(self.base)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         own: list[nn.Module] = []
@@ -77,7 +80,7 @@ class CausalLM(TaskModel):
             reduction: `sum`, a scalar, or `none`, the loss of each token: float32 [B, L], or [1, B * L] of a model
                 whose kernels want one sequence.
         """
-        given, batch = batch, lay_out_for(batch, self.is_recurrent)
+        given, batch = batch, lay_out_for(batch, self.wants_one_sequence)
         inputs = row_markers(batch, self.is_recurrent)
         if self.first_position:
             inputs["position_ids"] = batch.position_ids + self.first_position

@@ -188,7 +188,7 @@ def _trial(model: PretrainedConfig, config: Config, device: torch.device) -> Row
         _TRIALS[key, max_length, CPU] = RowTrial(text, max_length, CPU, trusted)
     found = _TRIALS[key, max_length, CPU]
     has_kernels = any(find_spec(name) is not None for name in RECURRENT_KERNELS)
-    if not found.is_recurrent or not has_kernels or device.type != "cuda":
+    if not found.wants_one_sequence or not has_kernels or device.type != "cuda":
         return found
     if (key, max_length, device) not in _TRIALS:
         _TRIALS[key, max_length, device] = RowTrial(text, max_length, device, trusted)

@@ -24,7 +24,13 @@ from qlora_fsdp.common.text import name_error
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
+from qlora_fsdp.layers.recurrent.replace import (
+    has_recurrent_layers,
+    plain_functions,
+    replaced_functions,
+    wants_one_sequence,
+)
+from qlora_fsdp.model.inputs import lay_out_for, row_markers
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.reached import ReachedLinears
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, register_stand_ins
@@ -66,6 +72,7 @@ class RowTrial:
     Attributes:
         tolerances: of logits and of gradients: how far they may differ, as parts of the largest.
         is_recurrent: whether the model has layers that carry a state from token to token.
+        wants_one_sequence: whether these can keep packed rows apart in one sequence alone.
         num_positions: positions that it has embeddings for; None if it computes them.
         unreached: linear layers that got no gradient, by their `general_name`.
     """
@@ -79,6 +86,7 @@ class RowTrial:
         self.found: dict[str, str | None] = {}  # by the implementation of attention
         self.error: str | None = None
         self.is_recurrent, self.num_positions, self.unreached = False, None, frozenset[str]()
+        self.wants_one_sequence = False
         register_stand_ins()
         with stock():
             try:
@@ -88,7 +96,9 @@ class RowTrial:
                 self.is_recurrent = has_recurrent_layers(self.model)
                 self.num_positions = num_learned_positions(self.model)
                 linears = ReachedLinears(self.model)
-                self.alone = compute_alone(self.model, self.rows, linears, use_cache=False)
+                self.wants_one_sequence = wants_one_sequence(self.model)
+                with plain_functions(self.model):
+                    self.alone = compute_alone(self.model, self.rows, linears, use_cache=False)
                 self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
                 raise_shortage(error)
@@ -108,8 +118,9 @@ class RowTrial:
         try:
             model = self.build(attention)
             model.load_state_dict(self.model.state_dict())
-            packed = _compute_packed(model, self.rows, length)
-            changed = _compute_packed(model, _change(self.rows), length)
+            with replaced_functions(model):
+                packed = _compute_packed(model, self.rows, length)
+                changed = _compute_packed(model, _change(self.rows), length)
         except Exception as error:
             raise_shortage(error)
             return f"{rows} rows can't be computed ({name_error(error)})"
@@ -135,7 +146,7 @@ class RowTrial:
             return None
         row, before = self.rows[1].clone(), self.alone.logits[1][:-1]
         row[-1:] = _other_tokens(row[-1:])
-        with stock(), torch.no_grad():
+        with stock(), plain_functions(self.model), torch.no_grad():
             after = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0, :-1]
         change = largest_difference([after], [before])
         if change <= self.tolerances[0]:
@@ -147,7 +158,7 @@ class RowTrial:
         if self.error is not None:
             return None
         row, logits = self.rows[1].to(self.device), self.alone.logits[1]
-        with stock(), torch.no_grad():
+        with stock(), plain_functions(self.model), torch.no_grad():
             try:
                 build = partial(self.build, "eager")
                 return HeadTrial(self.model, self.config, row, logits, build, _are_apart).transform()
@@ -249,7 +260,7 @@ def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int)
     pairs = iter([(row.numpy().astype(np.int32), np.ones(len(row), dtype=bool)) for row in rows])
     sequences = [[next(pairs) for _ in part] for part in ROWS]
     is_recurrent = has_recurrent_layers(model)
-    batch = lay_out_for(lay_out(sequences, LENGTH, pad_token_id=0).to(model.device), is_recurrent)
+    batch = lay_out_for(lay_out(sequences, LENGTH, pad_token_id=0).to(model.device), wants_one_sequence(model))
     inputs = {"input_ids": batch.input_ids, **row_markers(batch, is_recurrent)}
     if length < LENGTH:
         in_tokens = {name: value for name, value in inputs.items() if name in PER_TOKEN}
