@@ -31,6 +31,7 @@ MIB = 2**20
 IN_A_RANK = """
 import json, sys, time, psutil
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.split import split_batches
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
@@ -41,7 +42,7 @@ config = load_config(sys.argv[1:])
 tokenizer = load_run_tokenizer(config)
 process = psutil.Process()
 memory, cpu, started = process.memory_full_info().uss, sum(process.cpu_times()[:2]), time.perf_counter()
-train = prepare_data(config, tokenizer, one_process(), len(tokenizer)).train
+train = prepare_data(DataSpec.of(config), tokenizer, one_process(), len(tokenizer)).train
 cpu = sum(process.cpu_times()[:2]) - cpu
 split = split_batches(config.training, 1, len(train))
 next(GlobalBatches(train, split, seed=0, rank=0).micro_batches(split.num_steps // 2))

@@ -92,6 +92,7 @@ def rank_main(job: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
     from qlora_fsdp.config.schema import Config, DataConfig, TrainingConfig
+    from qlora_fsdp.config.specs import DataSpec
     from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.streams.stream import open_stream
     from qlora_fsdp.runtime.processes import start_processes
@@ -108,7 +109,7 @@ def rank_main(job: dict[str, Any]) -> None:
 
     processes.wait()
     before, started = cpu_seconds(), time.monotonic()
-    stream = open_stream(config, tokenizer, split, processes, folder, first_step, len(tokenizer)).train
+    stream = open_stream(DataSpec.of(config), tokenizer, split, processes, folder, first_step, len(tokenizer)).train
     opened = time.monotonic() - started
     batches = GlobalBatches(stream, split, seed=0, rank=processes.rank)
     num_tokens, digest, last_digest, first_batch = 0, 0, 0, 0.0

@@ -21,6 +21,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
 if TYPE_CHECKING:
@@ -116,10 +117,10 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.training.memory_use import PhasePeaks
 
     trained = load_trained(config, settings, processes)
-    config = trained.settle(config)
     for note in trained.notes:
         log.info(f"Note: {note}")
-    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size, for_training=False)
+    spec = replace(DataSpec.of(config), packs_rows=trained.spec.packs_rows)
+    data = prepare_data(spec, trained.tokenizer, processes, trained.model.vocab_size, for_training=False)
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
     beyond = check_positions(trained.model, trained.meta.config.get_text_config(), data)

@@ -24,13 +24,13 @@ from qlora_fsdp.config.schema import (
     Config,
     DataFormat,
     EmbeddingStorage,
-    PreferenceConfig,
     TaskConfig,
     TaskName,
-    TokenizerConfig,
     Weights,
 )
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec, TaskSpec
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.records.run_summary import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
@@ -111,8 +111,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     )
     log.info(_describe_end(out, is_there, config, read_trained_on(settings.adapter)))
     if settings.report_data is not None:
-        config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
-        report = compare(settings, config, processes)
+        rows: dict[str, Any] = {"data.path": settings.report_data, "data.mix": {}, "data.max_rows": None}
+        report = compare(settings, with_values(config, rows), processes)
         with merging_to(out):
             write_json(out / "merge_report.json", report)
         print_result(json.dumps(report))
@@ -160,12 +160,8 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
     from torch.nn import functional as F
 
     trained = _log_probabilities(config, settings, settings.report_rows, processes)
-    # The merged model is in full precision, unless its own config.json says otherwise.
-    if (Path(settings.out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
-        config.model.tokenizer_path, config.tokenizer = None, TokenizerConfig()
-    config.model.path, config.quant.load_in_4bit, config.quant.load_in_8bit = settings.out, False, False
-    config.quant.embeddings = EmbeddingStorage.none
-    merged = _log_probabilities(config, BaseAndAdapterSettings(), settings.report_rows, processes)
+    as_merged = _as_merged(config, settings.out)
+    merged = _log_probabilities(as_merged, BaseAndAdapterSettings(), settings.report_rows, processes)
     divergences, losses = [], []
     for (old, targets), (new, _) in zip(trained, merged, strict=True):
         divergences.append(F.kl_div(new, old, log_target=True, reduction="none").sum(-1))
@@ -183,6 +179,20 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
     }
 
 
+def _as_merged(config: Config, out: str | None) -> Config:
+    """The settings of the merged model: it is in full precision, unless its own config.json says otherwise."""
+    values: dict[str, Any] = {
+        "task.name": TaskName.causal_lm,
+        "model.path": out,
+        "quant.load_in_4bit": False,
+        "quant.load_in_8bit": False,
+        "quant.embeddings": EmbeddingStorage.none,
+    }
+    if (Path(out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
+        values |= {"model.tokenizer_path": None, "tokenizer.add_tokens": [], "tokenizer.add_special_tokens": []}
+    return with_values(config, values)
+
+
 def _log_probabilities(
     config: Config, settings: BaseAndAdapterSettings, num_rows: int, processes: Processes
 ) -> list[tuple[Tensor, Tensor]]:
@@ -193,9 +203,14 @@ def _log_probabilities(
     from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, settings, processes, generates=True)
-    config.task.name = TaskName.causal_lm  # the rows are text, also where the adapter learned preferences
-    config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
-    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size, for_training=False).train
+    spec = replace(
+        DataSpec.of(config),
+        task=TaskSpec(TaskConfig(TaskName.causal_lm)),  # the rows are text, also where the adapter learned preferences
+        packs_rows=False,
+        max_length=min(config.training.max_length, MAX_REPORT_TOKENS),
+    )
+    vocab_size = trained.model.vocab_size
+    data = prepare_data(spec, trained.tokenizer, processes, vocab_size, for_training=False).train
     found = []
     for number in range(min(num_rows, len(data))):
         ((tokens, is_target),) = data.rows_of(number)
@@ -252,8 +267,9 @@ def _are_pairs(rows: str, config: Config) -> bool:
     """Whether the rows are pairs of answers, and no texts."""
     from qlora_fsdp.data.form import find_first
 
-    as_texts = replace(config, data=replace(config.data, path=rows, mix={}), task=TaskConfig(TaskName.causal_lm))
-    as_pairs = replace(as_texts, task=TaskConfig(TaskName.preference), preference=PreferenceConfig())
+    data = DataSpec.of(with_values(config, {"data.path": rows, "data.mix": {}}))
+    as_texts = replace(data, task=TaskSpec(TaskConfig(TaskName.causal_lm)))
+    as_pairs = replace(data, task=TaskSpec(TaskConfig(TaskName.preference)))
     return find_first(as_texts) is None and find_first(as_pairs) is not None
 
 

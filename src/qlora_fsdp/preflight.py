@@ -35,6 +35,7 @@ from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.expected_tokens import expect_tokens
 from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice, use_spare
@@ -101,7 +102,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         choice = choose(work, target, hardware.gpu)
         check_graph(choice.plan.work.config, choice.plan.policies, config.lora.lora_dropout > 0, is_cuda=True)
         lines, figures = _describe(choice, hardware, target)
-        notes = [*work.model.notes(work.config), *([rounded] if rounded else [])]
+        notes = [*work.model.notes(work.modules), *([rounded] if rounded else [])]
         lines += [*padded, *(f"Note: {note}" for note in notes)]
         fits = choice.fits
         if fits:
@@ -184,10 +185,18 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     """
     if config.is_padded:
         return config, []
-    from qlora_fsdp.model.trials.packing import decide_packing, why_not_packed
+    from qlora_fsdp.model.trials.packing import TrialSpec, decide_packing, planned_dtype, why_not_packed
 
-    config, notes = decide_packing(config, model, why_not_packed(config, model, config.model.attn_implementation.value))
-    return config, [f"Note: {note}" for note in notes]
+    spec = TrialSpec(
+        task=config.task,
+        max_length=config.training.max_length,
+        slices=config.distributed.num_slices > 1,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    wanted = config.model.attn_implementation.value
+    reason = why_not_packed(model, spec, wanted, planned_dtype(config.training.precision))
+    packs_rows, notes = decide_packing(config.training.packing, model, config.task, reason)
+    return with_values(config, {"training.packing": packs_rows}), [f"Note: {note}" for note in notes]
 
 
 def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
@@ -221,8 +230,10 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     plan = spending.plan
     work, config = plan.work, plan.work.config
     speed = planned_tokens_per_second(plan, gpu)
-    num_tokens, source = expect_tokens(config, work.num_micro_batches * work.num_tokens * work.num_ranks)
+    tokens_a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
+    num_tokens, source = expect_tokens(config.data, config.training, tokens_a_step)
     hours = num_tokens / speed / 3600
+    slices = describe_slices(work.batch.sequence_length, work.batch.num_slices)
     verdict = "Fits" if choice.fits else "Does not fit"
     model = f"{_name(config)} ({show_size(work.parts.num_parameters)} parameters)"
     needed, used = (f"{each.needed / GIB:.2f}" for each in (choice.plan, plan))
@@ -231,8 +242,8 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {needed}, and {target / GIB:.2f} GiB of "
         f"{gpu.gib:g} can be had",
         *([f"The GPUs: {hardware.note}"] if hardware.note else []),
-        f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.sequence_length} "
-        f"tokens{describe_slices(config)}, {work.num_micro_batches} a step; {describe_choice(plan)}",
+        f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {work.batch.sequence_length} "
+        f"tokens{slices}, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),
         "",

@@ -20,6 +20,7 @@ from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.mistyped import WITH_VALUE
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import all_settings, problem_with
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def prepare(settings: PrepareSettings, config: Config, processes: Processes) -> 
         from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
 
     tokenizer = load_run_tokenizer(config)
+    spec = DataSpec.of(config)
     if config.data.streaming:
-        held_out = prepare_held_out(config, tokenizer, processes, len(tokenizer))
+        held_out = prepare_held_out(spec, tokenizer, processes, len(tokenizer))
         print(f"evaluation: {plural(len(held_out), 'sequence')}; all other rows are read while they are trained on")
         return
-    for line in str(prepare_data(config, tokenizer, processes, len(tokenizer)).report).splitlines():
+    for line in str(prepare_data(spec, tokenizer, processes, len(tokenizer)).report).splitlines():
         print(printable(line))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from qlora_fsdp.common.text import plural, printable, shorten
 from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:
@@ -80,26 +82,36 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         from qlora_fsdp.weights.safetensors_files import read_headers
 
     tokenizer = load_run_tokenizer(config)
+    spec = DataSpec.of(config)
     if config.data.streaming:
-        streamed = open_stream(config, tokenizer, BatchSplit(1, 1, 1, 1, 1), processes, None, 0, len(tokenizer))
+        streamed = open_stream(spec, tokenizer, BatchSplit(1, 1, 1, 1, 1), processes, None, 0, len(tokenizer))
         data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
     else:
-        data = prepare_data(config, tokenizer, processes, len(tokenizer))
+        data = prepare_data(spec, tokenizer, processes, len(tokenizer))
     if not processes.is_main:
         return
     model_folder = Path(config.model.path or "").expanduser()
     with suppress(CheckpointError):  # a tokenizer is enough here
-        notes = check_chat_rows(read_headers(model_folder), tokenizer, config) if config.model.path else []
+        notes = []
+        if config.model.path:
+            modules_to_save = config.lora.modules_to_save or []
+            tensors = read_headers(model_folder)
+            notes = check_chat_rows(tensors, tokenizer, spec, config.tokenizer, modules_to_save)
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
-    shown = (_rows(data.train, tokenizer, settings, config, colored), _figures(data, config), _cleaned(data, tokenizer))
+    is_unpacked = not config.training.packing
+    shown = (
+        _rows(data.train, tokenizer, settings, spec, colored),
+        _figures(data, spec, config.distributed.num_slices, is_unpacked),
+        _cleaned(data, tokenizer),
+    )
     with suppress(BrokenPipeError):  # nobody reads on, as in `... | head`
         for line in chain.from_iterable(shown):
             print(line)
 
 
 def _rows(
-    data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, config: Config, colored: bool
+    data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, spec: DataSpec, colored: bool
 ) -> Iterator[str]:
     """The rows in the order of the file, each below a line about it; of a mix, some of each data set."""
     import numpy as np
@@ -108,7 +120,7 @@ def _rows(
     from qlora_fsdp.data.mix import MixedRows
 
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
-    names = [f"{path}, " for path in config.data.mix] if isinstance(data.rows, MixedRows) else [""]
+    names = [f"{path}, " for path in spec.settings.mix] if isinstance(data.rows, MixedRows) else [""]
     used = np.unique(data.row_ids)  # a mix repeats rows
     order = [
         (row, f"{name}row {row - first + 1}")
@@ -122,7 +134,7 @@ def _rows(
             about = f"{len(tokens)} tokens, {int(is_target.sum())} trained on"
             if data.has_labels:
                 labels = data.labels_of(np.flatnonzero(data.row_ids == row)[:1])
-                about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"
+                about = f"{len(tokens)} tokens, labels: {name_labels(labels, spec.task.settings)}"
             yield printable(f"--- {place}{side}: {about}")
             edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
             texts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
@@ -136,7 +148,7 @@ def _mark(text: str, is_target: bool, colored: bool) -> str:
     return colored_text(text, "green" if is_target else "dim")
 
 
-def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
+def _figures(data: PreparedData[Sequences], spec: DataSpec, num_slices: int, is_unpacked: bool) -> Iterator[str]:
     """Describe the rows: counts, their lengths as bars, and how much of a batch would be padding."""
     import numpy as np
 
@@ -150,11 +162,12 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
         bar = "#" * round(BAR_WIDTH * count / counts.max())
         high = f"to {low + width - 1}" if width > 1 else ""
         yield f"  {low:>7} {high:<10} {count:>9,} {bar}".rstrip()
-    slices = describe_slices(config)
+    slices = describe_slices(spec.sequence_length, num_slices)
     if slices:
-        longer = plural(int((lengths > config.slice_length).sum()), "row")
-        yield f"sequences of {config.sequence_length} tokens{slices}; {longer} longer than a slice"
-    if not config.training.packing:
+        slice_length = math.ceil(spec.sequence_length / num_slices)
+        longer = plural(int((lengths > slice_length).sum()), "row")
+        yield f"sequences of {spec.sequence_length} tokens{slices}; {longer} longer than a slice"
+    if is_unpacked:
         padding = 1 - lengths.mean() / lengths.max()
         yield f"without packing, up to {padding:.0%} of a batch of all rows would be padding"
 

@@ -183,7 +183,8 @@ def test_where_the_number_of_tokens_comes_from(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_bytes(b" " * 8_000_000)
 
     def count(*settings: str) -> tuple[float, str]:
-        return expect_tokens(load_config(["model=tiny", "training.num_epochs=2", *settings]), tokens_a_step=0)
+        config = load_config(["model=tiny", "training.num_epochs=2", *settings])
+        return expect_tokens(config.data, config.training, tokens_a_step=0)
 
     data = f"data.path={tmp_path}/rows.jsonl"
     assert count(data) == (4e6, "8.0 MB of data, 4 bytes a token")

@@ -10,6 +10,7 @@ import pytest
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
 from qlora_fsdp.config.schema import ModelConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.streams.stream import open_stream
@@ -101,9 +102,9 @@ def read_on_each(files: list[Path], cache: Path, settings: list[str]) -> str:
     processes = start_processes(20, use_cpu=True)
     try:
         if config.data.streaming:
-            open_stream(config, byte_tokenizer(), BatchSplit(1, 2, 2, 1, 2), processes, None, 0, 320)
+            open_stream(DataSpec.of(config), byte_tokenizer(), BatchSplit(1, 2, 2, 1, 2), processes, None, 0, 320)
         else:
-            prepare_data(config, byte_tokenizer(), processes, 320)
+            prepare_data(DataSpec.of(config), byte_tokenizer(), processes, 320)
         return "the same"
     except DataError as error:
         return str(error)

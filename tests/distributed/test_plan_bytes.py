@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
 from qlora_fsdp.memory.moments import WORKSPACE
@@ -92,7 +93,7 @@ def build(config: Config, dtype: torch.dtype) -> TaskModel:
     files = ModelFiles(None, AutoConfig.for_model(values.pop("model_type"), **values))
     keep, pad = list(config.lora.modules_to_save or []), byte_tokenizer().pad_token_id
     built = build_model(files, BuildSettings(config.quant, dtype, "sdpa", config.task, keep=keep, pad_token_id=pad))
-    return adapt_model(built, config, add_tokens(byte_tokenizer(), config.tokenizer))
+    return adapt_model(built, config.lora, TaskSpec.of(config), add_tokens(byte_tokenizer(), config.tokenizer))
 
 
 def place(model: TaskModel) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from qlora_fsdp.config.schema import Config, ProblemType, TaskName
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import epoch_order
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -159,7 +160,7 @@ def _loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
 
 
 def _global_batches(config: Config) -> list[list[tuple[list[int], np.ndarray]]]:
-    data = prepare_data(config, byte_tokenizer(), one_process(), VOCAB).train
+    data = prepare_data(DataSpec.of(config), byte_tokenizer(), one_process(), VOCAB).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     epochs = range(math.ceil(size * num_steps / len(data)))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in epochs])

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import Sequences, epoch_order
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -64,7 +65,7 @@ def read_examples(config: Config) -> list[Example]:
 
 def step_rows(config: Config) -> list[list[int]]:
     """For each step the rows of the file that it trains on."""
-    data = prepare_data(config, byte_tokenizer(), one_process(), VOCAB).train
+    data = prepare_data(DataSpec.of(config), byte_tokenizer(), one_process(), VOCAB).train
     assert isinstance(data, Sequences)
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     assert size is not None and num_steps is not None

@@ -34,6 +34,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import epoch_order
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
@@ -280,7 +281,7 @@ def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = N
     """
     tokenizer = tokenizer or byte_tokenizer()
     vocab_size = max(VOCAB, len(tokenizer), add_tokens(tokenizer, config.tokenizer).vocab_size)
-    data = prepare_data(config, tokenizer, one_process(), vocab_size).train
+    data = prepare_data(DataSpec.of(config), tokenizer, one_process(), vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)])

@@ -13,6 +13,7 @@ import torch
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others
 from qlora_fsdp.common.errors import ConfigError, DataError
 from qlora_fsdp.config.schema import Config, DataConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -32,7 +33,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def prepare(rows: Path, folder: Path | None = None) -> Sequences:
     config = Config(data=DataConfig(path=str(rows), cache_folder=None if folder is None else str(folder)))
-    train = prepare_data(config, TOKENIZER, one_process(), 259).train
+    train = prepare_data(DataSpec.of(config), TOKENIZER, one_process(), 259).train
     assert isinstance(train, Sequences)
     return train
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
 from qlora_fsdp.layers.attention import varlen
@@ -119,7 +120,8 @@ def test_the_plan_of_gpt_oss_is_linear_in_length():
     for length in (1024, 2048):
         config = load_config(["model=gpt-oss-20b", f"training.max_length={length}"])
         model = trace_config(make_config(config.model.config, "gpt-oss-20b"), config)
-        uses.append([model.layer_use(config, 2, layer, Policy.none) for layer in (0, 1)])
+        modules, batch = ModuleSpec.of(config), BatchSpec.of(config, 2)
+        uses.append([model.layer_use(modules, batch, layer, Policy.none) for layer in (0, 1)])
     for short, long in zip(*uses, strict=True):
         assert long.saved == pytest.approx(2 * short.saved, rel=1e-3)
         assert long.backward < 2.1 * short.backward
@@ -147,7 +149,7 @@ def test_a_model_whose_values_are_narrower_has_a_plan():
     config = load_config(["model=deepseek-v3", "training.max_length=256"])
     model = trace_config(make_config(config.model.config, "deepseek-v3"), config)
     assert model.computing.attention == VARLEN
-    assert model.layer_use(config, 1, 0, Policy.none).saved > 0
+    assert model.layer_use(ModuleSpec.of(config), BatchSpec.of(config, 1), 0, Policy.none).saved > 0
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "flint", "deepseek_v3"])

@@ -23,6 +23,7 @@ from qlora_fsdp.config.schema import (
     TaskName,
     TrainingConfig,
 )
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.cleaning import row_hashes
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
@@ -48,7 +49,7 @@ def prepare(tmp_path: Path) -> Prepare:
             training=TrainingConfig(max_length=512, packing=False),
         )
         process = one_process(0 if is_main else 1)
-        return prepare_data(config, TOKENIZER, process, 259, for_training=for_training)
+        return prepare_data(DataSpec.of(config), TOKENIZER, process, 259, for_training=for_training)
 
     return prepare
 

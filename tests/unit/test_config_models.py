@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, ModelConfig
+from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.config.world import World
 from qlora_fsdp.model.find import make_config
 from qlora_fsdp.records.check_run_folder import check
@@ -147,7 +148,7 @@ ONE_OF_EACH_FAMILY = {published(name)["model_type"]: name for name in PRESETS}
 
 @pytest.mark.parametrize("name", ["tiny", *ONE_OF_EACH_FAMILY.values()])
 def test_the_plan_counts_what_transformers_builds(name: str) -> None:
-    parts = trace_config(make_config(preset(name).config, name), settings(name)).parts(settings(name))
+    parts = trace_config(make_config(preset(name).config, name), settings(name)).parts(ModuleSpec.of(settings(name)))
     assert parts.num_parameters == count_parameters(name)
 
 

@@ -23,6 +23,7 @@ from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -38,7 +39,7 @@ def prepare(path: str | list[str], cache: Path, **more: Any) -> PreparedData[Seq
         data=DataConfig(path=path, cache_folder=str(cache), **more),
         training=TrainingConfig(max_length=128, packing=False),
     )
-    return prepare_data(config, byte_tokenizer(), one_process(), 259)
+    return prepare_data(DataSpec.of(config), byte_tokenizer(), one_process(), 259)
 
 
 def as_csv() -> bytes:

@@ -42,6 +42,7 @@ from qlora_fsdp.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data import shards, tokenize_source
 from qlora_fsdp.data.files import json_list, row_files
 from qlora_fsdp.data.read import find_source, iterate_rows
@@ -65,7 +66,7 @@ def run(tmp_path: Path) -> Callable[..., PreparedData]:
         settings |= {"seed": settings.pop("data_seed")} if "data_seed" in settings else {}
         data = DataConfig(path=path, cache_folder=str(tmp_path / "cache"), **settings)
         config = Config(data=data, training=TrainingConfig(**{"max_length": 64, **training_keys}))
-        return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
+        return prepare_data(DataSpec.of(config), TOKENIZER, one_process(0 if is_main else 1), vocab_size)
 
     return run
 
@@ -418,7 +419,7 @@ def test_missing_paths(tmp_path, run):
     with pytest.raises(DataError, match=r"data\.cache_folder"):
         write = write_lines(tmp_path / "a.jsonl", {"text": "a"})
         config = Config(data=DataConfig(path=str(write), cache_folder=str(tmp_path / "file" / "cache")))
-        prepare_data(config, TOKENIZER, one_process(), 259)
+        prepare_data(DataSpec.of(config), TOKENIZER, one_process(), 259)
 
 
 def test_tokens_beyond_the_vocabulary(tmp_path, run):
@@ -478,7 +479,8 @@ def test_all_ranks_raise_the_error_of_one(tmp_path):
         path = good if rank < 2 else tmp_path / "gone.jsonl"
         config = Config(data=DataConfig(path=str(path), cache_folder=str(tmp_path / f"node{rank // 2}")))
         try:
-            prepare_data(config, TOKENIZER, Rank(rank, 3, rank % 2, 2, torch.device("cpu"), HashStore()), 259)
+            processes = Rank(rank, 3, rank % 2, 2, torch.device("cpu"), HashStore())
+            prepare_data(DataSpec.of(config), TOKENIZER, processes, 259)
         except DataError as error:
             raised[rank] = str(error)
 

@@ -21,6 +21,7 @@ from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data import tokenize_source, work_folder, workers
 from qlora_fsdp.data.cut import MAY_SPLIT, WITH_BEFORE, CutSettings, FlatRows, cut_rows
 from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, TOO_LONG
@@ -52,7 +53,7 @@ def prepare(rows: Path, cache: Path, max_length: int = 64, **data: Any) -> Prepa
     config = Config(
         data=DataConfig(path=str(rows), cache_folder=str(cache), **data), training=TrainingConfig(max_length=max_length)
     )
-    return prepare_data(config, TOKENIZER, one_process(), 259)
+    return prepare_data(DataSpec.of(config), TOKENIZER, one_process(), 259)
 
 
 def all_rows(prepared: PreparedData[Sequences]) -> list[tuple[list[int], list[bool]]]:

@@ -15,6 +15,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.config.model_config import check_same_model
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, QuantConfig
+from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.data import tokenizer_files
 from qlora_fsdp.data.tokenizer import load_tokenizer
 from qlora_fsdp.model import find
@@ -135,7 +136,7 @@ def test_what_is_planned_is_built(family: str, tmp_path: Path) -> None:
     files = find_model(f"model.path={write(tmp_path / 'mine', config)}")
     built = build_model(files, BuildSettings(QuantConfig(load_in_4bit=False), files.config.dtype, "eager")).model
     settings = load_config(["quant=none"])
-    planned = trace_config(files.config, settings).parts(settings)
+    planned = trace_config(files.config, settings).parts(ModuleSpec.of(settings))
     assert sum(param.numel() for param in built.parameters()) == planned.num_parameters
 
 

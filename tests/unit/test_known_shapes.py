@@ -12,6 +12,7 @@ from tests.helpers.quick_config import load_config
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.tracing import known_shapes, live_bytes
 from qlora_fsdp.tracing.known_shapes import run_on_meta
@@ -95,8 +96,8 @@ def test_a_trace_is_the_same_without_memory(monkeypatch: pytest.MonkeyPatch) -> 
     def trace() -> list[Any]:
         of_all = traced(config)
         tracer = ModelTracer(of_all.files, of_all.computing, of_all.tokens)  # which has traced nothing yet
-        uses = [tracer.layer_use(config, 2, 0, policy) for policy in Policy]
-        return [tracer.ends_use(config, 2), *uses]
+        uses = [tracer.layer_use(ModuleSpec.of(config), BatchSpec.of(config, 2), 0, policy) for policy in Policy]
+        return [tracer.ends_use(ModuleSpec.of(config), BatchSpec.of(config, 2)), *uses]
 
     monkeypatch.setattr(known_shapes, "_known", {})
     first, again = trace(), trace()

@@ -12,6 +12,7 @@ from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, ProblemType, TaskConfig, TaskName, TrainingConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.labels import label_first_tokens, read_labels
 from qlora_fsdp.data.row import BadRow
@@ -41,7 +42,7 @@ def prepare(
         ),
         training=TrainingConfig(max_length=16, packing=False),
     )
-    return prepare_data(config, byte_tokenizer(), one_process(), 259)
+    return prepare_data(DataSpec.of(config), byte_tokenizer(), one_process(), 259)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_the_order_of_labels_that_a_table_states_is_no_other(tmp_path: Path, kin
             training=TrainingConfig(max_length=16, packing=False),
         )
         config.data.columns = {"label": "stars"} if kind == "columns" else {}
-        return prepare_data(config, byte_tokenizer(), one_process(), 259)
+        return prepare_data(DataSpec.of(config), byte_tokenizer(), one_process(), 259)
 
     with pytest.raises(DataError, match=rf"column {name} has their indices. Set task.labels=\[neg,pos\]"):
         prepare_as("pos", "neg")

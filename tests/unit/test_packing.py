@@ -165,7 +165,7 @@ def test_what_else_keeps_ranks_from_sharing_sequences(change: dict[str, Any], re
     config = load_config([*RUN, "distributed.context_parallel=4", "training.max_length=4096"])
     model = LlamaConfig(**{"max_position_embeddings": 2048, "hidden_size": 3840} | change)
     with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
-        check_slices(model, config, Traits(True, None))
+        check_slices(model, config.distributed.num_slices, config.training.max_length, Traits(True, None))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,7 @@ def test_what_else_keeps_ranks_from_sharing_sequences(change: dict[str, Any], re
     ],
 )
 def test_ranks_that_share_sequences_attend_by_starts(family: str, attention: str, device: str, found: str):
-    config = load_config([*RUN, "distributed.context_parallel=2"])
-    args = (attention, "too old", AutoConfig.for_model(family), config, torch.device(device))
+    args = (attention, "too old", AutoConfig.for_model(family), 2, torch.device(device))
     if found in (VARLEN, BY_STARTS):
         assert whole_attention(*args) == found
     else:
@@ -404,44 +403,49 @@ def test_a_scale_that_the_large_model_may_not_have_is_not_taken(monkeypatch: pyt
 def settle(model: str, *more: str, attention: str = "sdpa", **values: Any):
     config = load_config([*RUN, *more])
     config_of_model = AutoConfig.for_model(model, **values)
-    return packing.decide_packing(config, config_of_model, packing.why_not_packed(config, config_of_model, attention))
+    reason = None
+    if not config.is_padded:
+        spec = packing.TrialSpec(config.task, config.training.max_length)
+        dtype = packing.planned_dtype(config.training.precision)
+        reason = packing.why_not_packed(config_of_model, spec, attention, dtype)
+    return packing.decide_packing(config.training.packing, config_of_model, config.task, reason)
 
 
 def test_auto_packs_what_keeps_rows_apart():
-    config, notes = settle("llama")
-    assert config.training.packing is True and notes == []
-    config, notes = settle("llama", "training.packing=false")
-    assert config.training.packing is False and notes == []
-    config, notes = settle("llama", "training.packing=true", attention=VARLEN)
-    assert config.training.packing is True and notes == []
+    packs_rows, notes = settle("llama")
+    assert packs_rows is True and notes == []
+    packs_rows, notes = settle("llama", "training.packing=false")
+    assert packs_rows is False and notes == []
+    packs_rows, notes = settle("llama", "training.packing=true", attention=VARLEN)
+    assert packs_rows is True and notes == []
 
 
 def test_auto_pads_what_does_not_and_says_why():
-    config, (note,) = settle("jamba", "training.max_length=64")
-    assert config.training.packing is False
+    packs_rows, (note,) = settle("jamba", "training.max_length=64")
+    assert packs_rows is False
     assert note.startswith("rows of JambaForCausalLM are padded: packed rows see one another (logits change by ")
     with pytest.raises(
         ConfigError, match=r"training.packing=true can't be used with JambaForCausalLM: packed rows see"
     ):
         settle("jamba", "training.max_length=64", "training.packing=true")
-    config, notes = settle("jamba", "training.packing=false")
-    assert config.training.packing is False and notes == []
+    packs_rows, notes = settle("jamba", "training.packing=false")
+    assert packs_rows is False and notes == []
 
 
 def test_auto_attention_is_what_recent_gpus_compute_with_in_the_runs_precision():
     """Sinks have no kernel in float32, and gpt-oss's masks ignore rows: the run pads there, and so does the plan."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config, notes = settle("gpt_oss", attention="auto", **sizes)
-    assert config.training.packing is True and notes == []
-    config, (note,) = settle("gpt_oss", "training.precision=float32", attention="auto", **sizes)
-    assert config.training.packing is False and "rows of GptOssForCausalLM are padded" in note
+    packs_rows, notes = settle("gpt_oss", attention="auto", **sizes)
+    assert packs_rows is True and notes == []
+    packs_rows, (note,) = settle("gpt_oss", "training.precision=float32", attention="auto", **sizes)
+    assert packs_rows is False and "rows of GptOssForCausalLM are padded" in note
 
 
 def test_padding_must_not_go_beyond_a_table_of_positions():
-    config, (note,) = settle("gpt2")
-    assert config.training.packing is False
+    packs_rows, (note,) = settle("gpt2")
+    assert packs_rows is False
     assert "padded: it has embeddings of 1,024 positions, and with the padding at its end a row may have" in note
-    assert settle("gpt2", "training.max_length=1024")[0].training.packing is True
+    assert settle("gpt2", "training.max_length=1024")[0] is True
 
 
 def losses_of(model: CausalLM, rows: Sequence[Sequence[int]], is_target: Sequence[bool]) -> float:

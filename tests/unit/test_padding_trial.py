@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 from transformers.models.llama import modeling_llama
 
 from qlora_fsdp.layers.attention.choose import traced_attention
-from qlora_fsdp.model.trials.packing import sees_no_padding, try_small
+from qlora_fsdp.model.trials.packing import TrialSpec, sees_no_padding, try_small
 from qlora_fsdp.model.trials.padding_trial import why_mask_is_needed
 from qlora_fsdp.model.trials.row_trial import RowTrial
 
@@ -87,12 +87,13 @@ def test_the_plan_of_a_run_on_gpus_knows(task: str):
     """Not of one on CPUs, whose attention has a mask: nothing is asked."""
     run = ["model=llama3-8b", "data.path=rows.jsonl", "training.max_steps=1", *task.split()]
     config = load_config(run)
+    spec = TrialSpec(config.task, config.training.max_length)
     for model, is_free in ((LlamaConfig(), True), (AutoConfig.for_model("roberta"), False)):
-        traits = try_small(model, config)
-        assert sees_no_padding(config, traits) is is_free
+        traits = try_small(model, spec)
+        assert sees_no_padding(config.task, traits) is is_free
         found = traced_attention("auto", model, torch.bfloat16, is_free, traits.why_not_by_starts)
         assert found == ("qlora_fsdp_varlen" if is_free else "sdpa")
-        assert try_small(model, config, for_gpu=False).why_not_by_starts is None
+        assert try_small(model, spec, for_gpu=False).why_not_by_starts is None
 
 
 def test_memory_that_is_short_is_not_the_models_fault(monkeypatch: pytest.MonkeyPatch):

@@ -31,6 +31,7 @@ from qlora_fsdp.config.schema import (
     TaskName,
     TrainingConfig,
 )
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.batch import Batch, collate
 from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.row import BadRow
@@ -64,7 +65,7 @@ def prepare(folder: Path, rows: list[Any], tokenizer: Any = TOKENIZER, loss: str
         data=DataConfig(path=str(file), cache_folder=str(folder / "cache"), **more),
         training=TrainingConfig(**({"max_length": 32, "packing": True} | training)),
     )
-    return prepare_data(config, tokenizer, one_process(), 259)
+    return prepare_data(DataSpec.of(config), tokenizer, one_process(), 259)
 
 
 def rows_of(data: Sequences) -> list[list[tuple[str, str]]]:
@@ -402,12 +403,12 @@ def test_one_data_set_of_a_mix_and_held_out_rows_may_have_labels_of_one_kind(tmp
         data=DataConfig(cache_folder=str(tmp_path / "cache"), **more),
         training=TrainingConfig(max_length=32, packing=True),
     )
-    data = prepare_data(config, TOKENIZER, one_process(), 259)
+    data = prepare_data(DataSpec.of(config), TOKENIZER, one_process(), 259)
     assert data.train.rows.is_good.tolist() == [True] * 3 + [False] * 3  # type: ignore[attr-defined]
     assert data.eval is not None and data.eval.rows.is_good.all()  # type: ignore[attr-defined]
     config.data.mix = {good: 1}
     with pytest.raises(DataError, match=r"good\.jsonl: every label is true"):
-        prepare_data(config, TOKENIZER, one_process(), 259)
+        prepare_data(DataSpec.of(config), TOKENIZER, one_process(), 259)
 
 
 @pytest.mark.parametrize(("value", "is_good"), [(1, True), ("false", False), ("True", True), (0.0, False)])

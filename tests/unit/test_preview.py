@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
 from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_thoughts, check_turns_as_text
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -175,8 +176,9 @@ def test_a_tokenizer_that_can_not_write_a_marker(tmp_path: Path):
     words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     config = Config(data=DataConfig(chat_template="chatml"))
     with pytest.raises(DataError, match=r"markers that this tokenizer can't write: <\|im_start\|>, <\|im_end\|>"):
-        check_markers(words, config)
-    assert not check_markers(words, Config(data=DataConfig(chat_template="chatml", format=DataFormat.text)))
+        check_markers(words, DataSpec.of(config))
+    texts = Config(data=DataConfig(chat_template="chatml", format=DataFormat.text))
+    assert not check_markers(words, DataSpec.of(texts))
 
 
 @pytest.mark.parametrize("name", ["table.jsonl", "table.parquet"])
@@ -195,12 +197,12 @@ def test_columns_that_are_not_used_are_told(
 
 def test_a_tokenizer_without_an_end_token_is_told() -> None:
     tokenizer = byte_tokenizer()
-    assert check_end_token(tokenizer, Config()) == []
+    assert check_end_token(tokenizer, DataSpec.of(Config())) == []
     tokenizer.eos_token = None
-    [note] = check_end_token(tokenizer, Config())
+    [note] = check_end_token(tokenizer, DataSpec.of(Config()))
     assert "has no end token" in note and "eos_token" in note
-    assert check_end_token(tokenizer, Config(data=DataConfig(format=DataFormat.messages))) == []
-    assert check_end_token(tokenizer, Config(task=TaskConfig(TaskName.sequence_classification))) == []
+    assert check_end_token(tokenizer, DataSpec.of(Config(data=DataConfig(format=DataFormat.messages)))) == []
+    assert check_end_token(tokenizer, DataSpec.of(Config(task=TaskConfig(TaskName.sequence_classification)))) == []
 
 
 @pytest.mark.parametrize(
@@ -219,11 +221,11 @@ def test_answers_that_do_not_begin_as_the_prompt_for_them_are_told(
     tokenizer.chat_template = (MODEL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": [ROWS[0]["messages"][0], {"role": "assistant", "content": answer}]}))
-    notes = check_prompt(tokenizer, Config(data=DataConfig(path=str(file))))
+    notes = check_prompt(tokenizer, DataSpec.of(Config(data=DataConfig(path=str(file)))))
     assert len(notes) == (told is not None)
     assert told is None or (told in notes[0] and '"<\uff5cAssistant\uff5c><think>\\n"' in notes[0])
     file.write_text(json.dumps(ROWS[1]))
-    assert check_prompt(tokenizer, Config(data=DataConfig(path=str(file)))) == []
+    assert check_prompt(tokenizer, DataSpec.of(Config(data=DataConfig(path=str(file))))) == []
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
@@ -234,12 +236,12 @@ def test_thoughts_that_the_template_leaves_out_are_told(tmp_path: Path, field: s
     tokenizer = byte_tokenizer()
     for template, is_told in (("phi_4", True), ("qwen3", False)):
         tokenizer.chat_template = (MODEL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
-        notes = check_thoughts(tokenizer, config)
+        notes = check_thoughts(tokenizer, DataSpec.of(config))
         assert len(notes) == is_told
         assert not notes or f"leaves out {field}, the thoughts of an answer" in notes[0]
     write_lines(tmp_path / "rows.jsonl", [{"messages": [rows[0]["messages"][0], {**answer, field: None}]}])
     tokenizer.chat_template = (MODEL_TEMPLATES / "phi_4.jinja").read_text(encoding="utf-8")
-    assert check_thoughts(tokenizer, config) == []
+    assert check_thoughts(tokenizer, DataSpec.of(config)) == []
 
 
 def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: Path):
@@ -248,11 +250,11 @@ def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: P
     tokenizer.chat_template = (MODEL_TEMPLATES / "mistral_v7_tekken.jinja").read_text(encoding="utf-8")
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello!"}]
     data = DataConfig(path=str(write_lines(tmp_path / "rows.jsonl", [{"messages": said}])))
-    (note,) = check_date(tokenizer, Config(data=data))
+    (note,) = check_date(tokenizer, DataSpec.of(Config(data=data)))
     assert f'the day\'s date into conversations, "{datetime.now():%Y-%m-%d}" today' in note
-    assert check_date(tokenizer, Config(data=replace(data, system_prompt="Be brief."))) == []
+    assert check_date(tokenizer, DataSpec.of(Config(data=replace(data, system_prompt="Be brief.")))) == []
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
-    assert check_date(tokenizer, Config(data=data)) == []
+    assert check_date(tokenizer, DataSpec.of(Config(data=data))) == []
 
 
 def test_messages_that_are_text_are_told(tmp_path: Path):
@@ -269,7 +271,7 @@ def test_messages_that_are_text_are_told(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     for row, task, said in cases:
         write_lines(path, [row])
-        notes = check_turns_as_text(Config(data=DataConfig(path=str(path)), task=TaskConfig(name=task)))
+        notes = check_turns_as_text(DataSpec.of(Config(data=DataConfig(path=str(path)), task=TaskConfig(name=task))))
         assert len(notes) == bool(said) and said in "".join(notes)
 
 
@@ -279,7 +281,7 @@ def test_a_system_prompt_that_is_written_nowhere_is_told(tmp_path: Path):
     for number, row in enumerate((texts, chats)):
         path = write_lines(tmp_path / f"{number}.jsonl", [row])
         config = Config(data=DataConfig(path=str(path), system_prompt="Be brief."))
-        notes = check_system_prompt(config)
+        notes = check_system_prompt(DataSpec.of(config))
         assert len(notes) == (row is texts)
         assert not notes or f"the first row of {path} is none: its form is prompt_completion" in notes[0]
-        assert check_system_prompt(replace(config, data=replace(config.data, system_prompt=None))) == []
+        assert check_system_prompt(DataSpec.of(replace(config, data=replace(config.data, system_prompt=None)))) == []

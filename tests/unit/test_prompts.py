@@ -15,6 +15,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.commands import AdapterSettings, load_command, read_started_from, read_trained_on, saved_settings
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
@@ -105,10 +106,10 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 def test_the_form_of_the_rows_is_saved_with_the_adapter(tmp_path: Path, row: dict, form: DataFormat | None):
     (tmp_path / "rows.jsonl").write_text("no JSON\n" + json.dumps(row) + "\n")
     config = load_config(["model=tiny", f"data.path={tmp_path}/rows.jsonl", "data.bad_rows=skip"])
-    assert find_form(config) == form
+    assert find_form(DataSpec.of(config)) == form
     (tmp_path / SETTINGS_FILE).write_text(saved_settings(config, trained_on=form))
     assert read_trained_on(str(tmp_path)) == form
-    assert find_form(load_config(["model=tiny", "data=random"])) is None
+    assert find_form(DataSpec.of(load_config(["model=tiny", "data=random"]))) is None
 
 
 def test_the_note_of_an_adapter_of_others(tmp_path: Path):

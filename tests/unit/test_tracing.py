@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig, TrainingConfig
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
@@ -223,7 +224,7 @@ def real(value: Any) -> Any:
 def test_bytes_are_linear_in_tokens_where_nothing_is_quadratic() -> None:
     config = load_config(["model=llama3-8b", "training.max_length=1024"])
     model = trace_config(make_config(config.model.config, "llama3-8b"), config)
-    one, two = (model.layer_use(config, size, 0, Policy.none) for size in (1, 2))
+    one, two = (model.layer_use(ModuleSpec.of(config), BatchSpec.of(config, size), 0, Policy.none) for size in (1, 2))
     assert two.saved == pytest.approx(2 * one.saved, rel=1e-3)
     assert two.in_forward.products == 2 * one.in_forward.products
 
@@ -232,12 +233,12 @@ def test_code_that_asks_for_values_is_refused_by_name() -> None:
     config = load_config(["model=tiny"])
     computing = Computing(torch.float32, "sdpa", (), "torch", is_cuda=False)
     model = ModelTracer(ModelFiles(None, make_config(config.model.config, "tiny")), computing, NO_TOKENS)
-    parts = model.parts(config)
+    parts = model.parts(ModuleSpec.of(config))
     assert len(parts.kinds) == 1 and len(parts.layers) == config.model.config["num_hidden_layers"]
-    layer = model._built(config).model.layers[0]
+    layer = model._built(ModuleSpec.of(config)).model.layers[0]
     layer.forward = lambda x, **_: x[torch.nonzero(x)]  # type: ignore[method-assign]
     with pytest.raises(UntraceableModel, match=r"The model's code does what can't be planned .*experiment=dry_run"):
-        model.ends_use(config, 1)
+        model.ends_use(ModuleSpec.of(config), BatchSpec.of(config, 1))
 
 
 def test_a_model_whose_rows_are_padded_is_traced_with_one_row_a_sequence() -> None:
@@ -245,9 +246,9 @@ def test_a_model_whose_rows_are_padded_is_traced_with_one_row_a_sequence() -> No
     config = Config(training=TrainingConfig(packing=False, max_length=64))
     values = {**SHAPE, **OTHER_FAMILIES["granitemoehybrid"], "model_type": "granitemoehybrid"}
     tracer = trace_config(make_config(values, "granite"), config)
-    assert tracer.ends_use(config, 1).hidden == 64 * 64 * 2
-    assert [len(batch_on_meta(config, size).sequence_starts) for size in (1, 3)] == [2, 4]
-    assert len(batch_on_meta(Config(), 3).sequence_starts) == 7
+    assert tracer.ends_use(ModuleSpec.of(config), BatchSpec.of(config, 1)).hidden == 64 * 64 * 2
+    assert [len(batch_on_meta(BatchSpec.of(config, size)).sequence_starts) for size in (1, 3)] == [2, 4]
+    assert len(batch_on_meta(BatchSpec.of(Config(), 3)).sequence_starts) == 7
 
 
 def test_padded_rows_are_planned_as_long_as_a_table_of_positions() -> None:
@@ -255,7 +256,7 @@ def test_padded_rows_are_planned_as_long_as_a_table_of_positions() -> None:
     config = Config(training=TrainingConfig(packing=False, max_length=2048))
     values = {**SHAPE, "max_position_embeddings": 128, "model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64}
     tracer = trace_config(AutoConfig.for_model(**values), config)
-    assert tracer.ends_use(config, 2).hidden == 2 * 128 * 64 * 2
+    assert tracer.ends_use(ModuleSpec.of(config), BatchSpec.of(config, 2)).hidden == 2 * 128 * 64 * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "glm4", "olmo2", "qwen3_moe"])
@@ -269,7 +270,8 @@ def test_a_trace_of_patched_classes_launches_nothing(family: str) -> None:
         attention = "eager" if family == "gemma2" else "sdpa"
         computing = Computing(torch.bfloat16, attention, chosen, "torch", is_cuda=False)
         tracer = ModelTracer(ModelFiles(None, hf_config), computing, NO_TOKENS)
-        return [tracer.layer_use(config, 1, 0, Policy.none), tracer.ends_use(config, 1)]
+        modules, batch = ModuleSpec.of(config), BatchSpec.of(config, 1)
+        return [tracer.layer_use(modules, batch, 0, Policy.none), tracer.ends_use(modules, batch)]
 
     with liger_kernels(hf_config) as chosen:
         patched = uses(chosen)
@@ -434,7 +436,8 @@ def test_layers_are_traced_again_and_again_though_adapters_made_their_arguments(
     model = miniature(CONFIG_MAPPING[family]().get_text_config(), max_length=64)
     config = load_config(["model=tiny", "data=random", "quant=int8", "training.max_length=64"])
     tracer = trace_config(model, config)
-    kept, recomputed = (tracer.layer_use(config, 1, 0, policy).saved for policy in (Policy.none, Policy.full))
+    modules, batch = ModuleSpec.of(config), BatchSpec.of(config, 1)
+    kept, recomputed = (tracer.layer_use(modules, batch, 0, policy).saved for policy in (Policy.none, Policy.full))
     assert kept > recomputed > 0
 
 
@@ -443,7 +446,7 @@ def test_a_routers_loss_is_that_of_every_layer():
     tokens, num_experts, uses = 4096, 128, []
     for more in (["training.router_aux_loss_coef=0"], ["training.router_aux_loss_coef=0.001"]):
         config = load_config(["model=qwen3-30b-a3b", "data=random", "training.max_length=4096", *more])
-        uses.append(traced(config).ends_use(config, 1))
+        uses.append(traced(config).ends_use(ModuleSpec.of(config), BatchSpec.of(config, 1)))
     without, added = uses
     assert added.shared - without.shared == 48 * tokens * num_experts * 2  # logits in bfloat16
     assert added.loss_backward > without.loss_backward  # their gradients, beside those of the hidden states

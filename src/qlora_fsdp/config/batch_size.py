@@ -33,11 +33,11 @@ def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
     return with_values(config, {"training.global_batch_size": rounded}), note
 
 
-def describe_slices(config: Config) -> str:
+def describe_slices(sequence_length: int, num_slices: int) -> str:
     """How ranks share sequences, to follow the length of a sequence; empty if they do not."""
-    num_slices = config.distributed.num_slices
     if num_slices == 1:
         return ""
-    missing = num_slices * config.slice_length - config.sequence_length
+    slice_length = -(sequence_length // -num_slices)
+    missing = num_slices * slice_length - sequence_length
     padded = f", with {missing} of padding that distributed.context_parallel={num_slices} needs" if missing else ""
-    return f", each in {num_slices} slices of {config.slice_length} on as many ranks{padded}"
+    return f", each in {num_slices} slices of {slice_length} on as many ranks{padded}"

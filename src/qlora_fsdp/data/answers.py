@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import TaskName
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.sequences import NO_LABELS, Rows
 from qlora_fsdp.data.tokenize import TokenRow
 
@@ -161,20 +162,20 @@ class JudgedRows:
         return joined[: self.max_length], targets[: self.max_length]
 
 
-def wrap_answers(rows: AnswerRows, labels: NDArray[Any], config: Config) -> Rows:
+def wrap_answers(rows: AnswerRows, labels: NDArray[Any], spec: DataSpec) -> Rows:
     """The rows of a data set as the task needs them: as they are, unless answers are compared.
 
     Args:
         rows: rows of tokens.
         labels: [num_rows, 1] of answers with labels, and margins of rewards.
-        config: `task`, `preference` and `training.max_length` are used.
+        spec: its task and its lengths are used.
     """
-    if not config.task.compares_answers:
+    if not spec.task.compares_answers:
         return rows
-    if config.has_pairs:
-        has_margins = config.task.name is TaskName.reward
+    if spec.task.has_pairs:
+        has_margins = spec.task.name is TaskName.reward
         return PairedRows(rows, labels[::2, 0].astype(np.float32) if has_margins else None)
-    return JudgedRows(rows, labels[:, 0] > 0, config.training.max_length)
+    return JudgedRows(rows, labels[:, 0] > 0, spec.max_length)
 
 
 def check_judged(rows: Rows, row_ids: NDArray[np.int64], names: Sequence[str]) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.data_sets import mixed_sets, settings_for
-from qlora_fsdp.config.schema import Config, DataConfig, MixUntil
+from qlora_fsdp.config.schema import DataConfig, MixUntil, TrainingConfig
 
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 EXAMPLE = 1e8  # tokens of a run about whose data nothing is known
 
 
-def expect_tokens(config: Config, tokens_a_step: int) -> tuple[float, str]:
+def expect_tokens(data: DataConfig, training: TrainingConfig, tokens_a_step: int) -> tuple[float, str]:
     """Returns the tokens of the run, and where the number comes from.
 
     Args:
-        config: `data` and `training` are used.
+        data: the files, and what is left out of them.
+        training: how often they are seen.
         tokens_a_step: what a step of all ranks has room for.
     """
-    data, training = config.data, config.training
     if training.max_steps is not None:
         return training.max_steps * tokens_a_step, f"training.max_steps={training.max_steps}"
     if data.mix_tokens is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.config.schema import DataFormat, TaskName
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
@@ -16,26 +17,26 @@ from qlora_fsdp.data.row import BadRow, check_row
 ROWS_LOOKED_AT = 100  # the first of them may be bad
 
 
-def find_form(config: Config) -> DataFormat | None:
+def find_form(spec: DataSpec) -> DataFormat | None:
     """The form of the first usable training row, never `auto` or `sharegpt`; None as `find_first`."""
-    found = find_first(config)
+    found = find_first(spec)
     return None if found is None else found[0]
 
 
-def find_first(config: Config) -> tuple[DataFormat, dict[str, Any]] | None:
+def find_first(spec: DataSpec) -> tuple[DataFormat, dict[str, Any]] | None:
     """The first usable training row, with its form; of a preference, with the first of its answers.
 
     None for random tokens, for a classifier's rows, and where no row can be read.
     """
-    paths = training_paths(config.data)
-    if not paths or config.data.format is DataFormat.random or not config.task.is_causal:
+    paths = training_paths(spec.settings)
+    if not paths or spec.settings.format is DataFormat.random or not spec.task.is_causal:
         return None
-    data = settings_for(paths[0], config.data)
+    data = settings_for(paths[0], spec.settings)
     try:
         for _, raw in islice(iterate_rows(find_source(paths[0], data)), ROWS_LOOKED_AT):
             try:
-                if config.task.name is TaskName.preference:
-                    answer = read_answers(parse_row(raw), config.has_pairs, data.columns)[0]
+                if spec.task.name is TaskName.preference:
+                    answer = read_answers(parse_row(raw), spec.task.has_pairs, data.columns)[0]
                     return answer.form, answer.fields
                 return check_row(parse_row(raw), data.format, data.columns)
             except BadRow:

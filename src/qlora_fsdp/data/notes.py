@@ -13,8 +13,9 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import as_paths
 from qlora_fsdp.config.data_sets import settings_for
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
+from qlora_fsdp.config.schema import DataConfig, DataFormat
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
@@ -30,34 +31,34 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a messag
 MORE_LETTERS = 8  # of an answer are shown, after as many as the prompt for it has
 
 
-def note_mistakes(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+def note_mistakes(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
     """Notes about the training data.
 
     Raises:
         DataError: the tokenizer can't write a marker of the chat template.
     """
     return [
-        *check_markers(tokenizer, config),
-        *check_end_token(tokenizer, config),
-        *check_prompt(tokenizer, config),
-        *check_thoughts(tokenizer, config),
-        *check_date(tokenizer, config),
-        *check_system_prompt(config),
-        *check_turns_as_text(config),
+        *check_markers(tokenizer, spec),
+        *check_end_token(tokenizer, spec),
+        *check_prompt(tokenizer, spec),
+        *check_thoughts(tokenizer, spec),
+        *check_date(tokenizer, spec),
+        *check_system_prompt(spec),
+        *check_turns_as_text(spec),
     ]
 
 
-def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+def check_prompt(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
     """Returns a note if answers do not begin as the template's prompt for an answer does, with which the model is used.
 
     The template of DeepSeek-R1's distills opens a thought there, and writes answers without thoughts.
     """
-    if tokenizer.chat_template is None or not config.task.is_causal or config.data.format is DataFormat.random:
+    if tokenizer.chat_template is None or not spec.task.is_causal or spec.settings.format is DataFormat.random:
         return []
-    tokenizer = with_template(tokenizer, _first_data(config))
+    tokenizer = with_template(tokenizer, _first_data(spec))
     if _differ(tokenizer, [USER, ASSISTANT], None) is None:
         return []  # as with nearly every template; no row need be read
-    row = _first_conversation(config)
+    row = _first_conversation(spec)
     messages = [as_template_sees(message) for message in row.get("messages", [])]
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     differing = _differ(tokenizer, messages[: answers[0] + 1], row.get("tools")) if answers else None
@@ -74,17 +75,17 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str
     ]
 
 
-def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+def check_thoughts(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
     """Returns a note if the chat template leaves out the thoughts that the first conversation's last answer has.
 
     They stand in a field of their own beside the words, which many templates do not know.
     """
-    row = _first_conversation(config) if _is_at_hand(config) else {}
+    row = _first_conversation(spec) if _is_at_hand(spec) else {}
     answer = row["messages"][-1] if row else {}
     field = next((key for key in REASONING if answer.get(key)), None)
     if field is None or answer["role"] != "assistant":
         return []
-    text = _write(row, with_template(tokenizer, _first_data(config)))
+    text = _write(row, with_template(tokenizer, _first_data(spec)))
     if text is None or str(answer[field]).strip() in text:
         return []
     return [
@@ -94,12 +95,12 @@ def check_thoughts(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[s
     ]
 
 
-def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+def check_date(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
     """Returns a note if the chat template writes the day's date into the first conversation of the data."""
-    data = _first_data(config)
+    data = _first_data(spec)
     tokenizer = with_template(tokenizer, data)
     formats = _DATE.findall(str(tokenizer.chat_template))
-    row = _first_conversation(config) if formats else {}
+    row = _first_conversation(spec) if formats else {}
     if not row:
         return []
     text = _write(add_system_prompt(row, data.system_prompt) if data.system_prompt else row, tokenizer)
@@ -113,25 +114,25 @@ def check_date(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
     ]
 
 
-def check_system_prompt(config: Config) -> list[str]:
+def check_system_prompt(spec: DataSpec) -> list[str]:
     """Returns a note if the data that data.system_prompt is for begins with a row that is no conversation."""
-    data = _first_data(config)
-    found = find_first(config) if data.system_prompt is not None else None
+    data = _first_data(spec)
+    found = find_first(spec) if data.system_prompt is not None else None
     if found is None or found[0] is DataFormat.messages:
         return []
     return [
         f"{show('data.system_prompt', data.system_prompt)} is written into conversations alone, and the first row of "
-        f"{training_paths(config.data)[0]} is none: its form is {found[0].value}."
+        f"{training_paths(spec.settings)[0]} is none: its form is {found[0].value}."
     ]
 
 
-def check_turns_as_text(config: Config) -> list[str]:
+def check_turns_as_text(spec: DataSpec) -> list[str]:
     """Returns a note if the first row has text that is a list of messages, as a column of a CSV file has it.
 
     Its brackets and names of roles are trained on. They may be meant: somebody trains a model to write such lists. In a
     prompt or in answers to compare they are not, and such rows are left out.
     """
-    form, row = (find_first(config) if _is_at_hand(config) else None) or (None, {})
+    form, row = (find_first(spec) if _is_at_hand(spec) else None) or (None, {})
     if form is DataFormat.messages:
         row = {f"the content of message {number}": turn["content"] for number, turn in enumerate(row["messages"], 1)}
     name = next((name for name, value in row.items() if holds_turns(value)), None)
@@ -144,21 +145,21 @@ def check_turns_as_text(config: Config) -> list[str]:
     ]
 
 
-def _is_at_hand(config: Config) -> bool:
+def _is_at_hand(spec: DataSpec) -> bool:
     """Whether the first data set is in files here. Another source may take seconds to be opened."""
-    paths = training_paths(config.data)
+    paths = training_paths(spec.settings)
     return bool(paths) and all(path_exists(path) for path in as_paths(paths[0]))
 
 
-def _first_data(config: Config) -> DataConfig:
+def _first_data(spec: DataSpec) -> DataConfig:
     """The settings of the first data set, to which the rows belong that are looked at."""
-    paths = training_paths(config.data)
-    return settings_for(paths[0], config.data) if paths else config.data
+    paths = training_paths(spec.settings)
+    return settings_for(paths[0], spec.settings) if paths else spec.settings
 
 
-def _first_conversation(config: Config) -> dict[str, Any]:
+def _first_conversation(spec: DataSpec) -> dict[str, Any]:
     """The first training row, if it is a conversation; else empty."""
-    form, row = find_first(config) or (None, {})
+    form, row = find_first(spec) or (None, {})
     return row if form is DataFormat.messages else {}
 
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_evaluation
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy, MixUntil
+from qlora_fsdp.config.schema import DataConfig, DataFormat, MixBy, MixUntil
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.answers import check_judged, wrap_answers
 from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.cleaning.row_hashes import hash_rows
@@ -61,7 +62,7 @@ class PreparedData(Generic[Train]):
 
 
 def prepare_data(
-    config: Config,
+    spec: DataSpec,
     tokenizer: PreTrainedTokenizerBase,
     processes: Processes,
     vocab_size: int,
@@ -74,7 +75,7 @@ def prepare_data(
     even if nodes do not share the cache folder.
 
     Args:
-        config: `data`, `task`, `training.max_length`, `training.packing` and `training.seed` are used.
+        spec: which rows, and what becomes of them.
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         processes: all ranks take part.
         vocab_size: number of tokens that the model's embeddings know, new ones included. Every id must be below it.
@@ -83,24 +84,24 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = note_mistakes(tokenizer, config)
-    if config.data.format is not DataFormat.random:
-        _tokenize_sources(_sources(config), tokenizer, processes)
-    prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)
+    notes = note_mistakes(tokenizer, spec)
+    if spec.settings.format is not DataFormat.random:
+        _tokenize_sources(_sources(spec), tokenizer, processes)
+    prepared = _open_first(lambda: _open(spec, tokenizer, vocab_size, for_training), processes)
     check_same_counts(prepared.report, processes)
     return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
 def prepare_held_out(
-    config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
 ) -> Sequences:
     """Like `prepare_data`, but only for the held-out data in `data.eval_path`, which must be set."""
-    path = config.data.eval_path
+    path = spec.settings.eval_path
     assert path is not None
-    own = _for_evaluation(config)
+    own = _for_evaluation(spec)
     _tokenize_sources([(path, own)], tokenizer, processes)
     rows, _ = load_source(path, own, tokenizer, vocab_size)
-    settings = SequenceSettings.of(config, tokenizer)
+    settings = SequenceSettings.of(spec, tokenizer)
     return make_sequences(rows, np.arange(len(rows.lengths)), settings)
 
 
@@ -120,29 +121,29 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
     )
 
 
-def _sources(config: Config) -> list[tuple[Paths, Config]]:
+def _sources(spec: DataSpec) -> list[tuple[Paths, DataSpec]]:
     """All sources, each with its own settings: the training data, then `data.eval_path` if it is set."""
-    paths = training_paths(config.data)
+    paths = training_paths(spec.settings)
     if not paths:
         raise DataError(
             "data.path is not set. Set it to a file, a folder or a hub data set, or set data.format=random."
         )
-    sources = [(path, replace(config, data=settings_for(path, config.data))) for path in paths]
-    held_out = config.data.eval_path
-    return [*sources, *([(held_out, _for_evaluation(config))] if held_out is not None else [])]
+    sources = [(path, replace(spec, settings=settings_for(path, spec.settings))) for path in paths]
+    held_out = spec.settings.eval_path
+    return [*sources, *([(held_out, _for_evaluation(spec))] if held_out is not None else [])]
 
 
-def _for_evaluation(config: Config) -> Config:
-    return replace(config, data=settings_for_evaluation(config.data))
+def _for_evaluation(spec: DataSpec) -> DataSpec:
+    return replace(spec, settings=settings_for_evaluation(spec.settings))
 
 
 def _tokenize_sources(
-    sources: Iterable[tuple[Paths, Config]], tokenizer: PreTrainedTokenizerBase, processes: Processes
+    sources: Iterable[tuple[Paths, DataSpec]], tokenizer: PreTrainedTokenizerBase, processes: Processes
 ) -> None:
     """Tokenizes sources into the cache, on one rank per node, and waits for all ranks."""
     with failing_together(processes):
-        for path, config in sources if processes.is_local_main else ():
-            tokenize_source(path, config, tokenizer)
+        for path, own in sources if processes.is_local_main else ():
+            tokenize_source(path, own, tokenizer)
 
 
 def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Processes) -> PreparedData[Sequences]:
@@ -153,12 +154,12 @@ def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Pro
 
 
 def _open(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, for_training: bool
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, vocab_size: int, for_training: bool
 ) -> PreparedData[Sequences]:
     """Opens the tokenized rows, cleans them, holds some out for evaluation, mixes data sets, and makes sequences."""
-    data = config.data
-    settings = SequenceSettings.of(config, tokenizer)
-    train_rows, eval_rows, sources = _load_rows(config, tokenizer, vocab_size)
+    data = spec.settings
+    settings = SequenceSettings.of(spec, tokenizer)
+    train_rows, eval_rows, sources = _load_rows(spec, tokenizer, vocab_size)
     starts = train_rows.starts if isinstance(train_rows, MixedRows) else [0, len(train_rows.lengths)]
     train_ids = [np.arange(first, last) for first, last in pairwise(starts)]  # one array per data set
     names = [report.path for report in sources[: len(train_ids)]]
@@ -175,7 +176,7 @@ def _open(
     elif data.eval_fraction > 0:
         eval_rows = train_rows
         raw_rows = raw_rows_of(train_rows)
-        held_out = [_hold_out(ids, raw_rows, data.eval_fraction, config.row_seed) for ids in train_ids]
+        held_out = [_hold_out(ids, raw_rows, data.eval_fraction, spec.row_seed) for ids in train_ids]
         train_ids, eval_ids = [kept for kept, _ in held_out], np.concatenate([held for _, held in held_out])
     evaluation = None
     if eval_rows is not None and eval_ids is not None:
@@ -191,31 +192,31 @@ def _open(
     # Mix data sets, and make sequences.
     mix: tuple[MixPart, ...] = ()
     if data.mix:
-        train_ids, mix = _mix(train_rows, train_ids, data, config.row_seed)
+        train_ids, mix = _mix(train_rows, train_ids, data, spec.row_seed)
     train = make_sequences(train_rows, np.concatenate(train_ids), settings)
     report = count_data(sources, train, evaluation)
-    labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
+    labels = count_labels(train.labels_of(np.arange(len(train))), spec.task.settings) if train.has_labels else {}
     return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix, cleanings=cleanings))
 
 
 def _load_rows(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[Rows, Rows | None, list[ReadReport]]:
     """The rows of all training data, those of `data.eval_path` if it is set, and a report of each source."""
-    if config.data.format is DataFormat.random:
-        return _random_rows(config, vocab_size), None, []
-    loaded = [load_source(path, own, tokenizer, vocab_size) for path, own in _sources(config)]
+    if spec.settings.format is DataFormat.random:
+        return _random_rows(spec, vocab_size), None, []
+    loaded = [load_source(path, own, tokenizer, vocab_size) for path, own in _sources(spec)]
     sources = [report for _, report in loaded]
-    eval_rows = None if config.data.eval_path is None else loaded.pop()[0]
-    train_rows = MixedRows(tuple(rows for rows, _ in loaded)) if config.data.mix else loaded[0][0]
+    eval_rows = None if spec.settings.eval_path is None else loaded.pop()[0]
+    train_rows = MixedRows(tuple(rows for rows, _ in loaded)) if spec.settings.mix else loaded[0][0]
     return train_rows, eval_rows, sources
 
 
-def _random_rows(config: Config, vocab_size: int) -> Rows:
+def _random_rows(spec: DataSpec, vocab_size: int) -> Rows:
     """Random tokens; pairs of them, or labels in turn, where answers are compared."""
-    num_rows = (config.data.max_rows or NUM_RANDOM_ROWS) * (2 if config.has_pairs else 1)
-    rows = RandomRows(num_rows, config.training.max_length, vocab_size, config.training.seed)
-    return wrap_answers(rows, np.arange(num_rows)[:, None] % 2, config)
+    num_rows = (spec.settings.max_rows or NUM_RANDOM_ROWS) * (2 if spec.task.has_pairs else 1)
+    rows = RandomRows(num_rows, spec.max_length, vocab_size, spec.seed)
+    return wrap_answers(rows, np.arange(num_rows)[:, None] % 2, spec)
 
 
 def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple[list[Indices], tuple[MixPart, ...]]:

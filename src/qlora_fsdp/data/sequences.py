@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.tokenize import TokenRow
 
@@ -29,11 +29,10 @@ class SequenceSettings:
     seed: int
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
+    def of(cls, spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
         """The settings of a run; the tokenizer has a pad token."""
         assert isinstance(tokenizer.pad_token_id, int)
-        training = config.training
-        return cls(config.sequence_length, tokenizer.pad_token_id, training.packing is not False, training.seed)
+        return cls(spec.sequence_length, tokenizer.pad_token_id, spec.packs_rows, spec.seed)
 
 
 class Rows(Protocol):

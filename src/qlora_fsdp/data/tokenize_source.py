@@ -23,7 +23,8 @@ from qlora_fsdp.common.files import remove
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
-from qlora_fsdp.config.schema import BadRows, Config, TaskName
+from qlora_fsdp.config.schema import BadRows, TaskName
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
@@ -58,24 +59,24 @@ BYTES_A_PROCESS = 4 * 2**20
 KEPT_TOKENS = 2**17
 
 
-def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def tokenize_source(path: Paths, spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the cache entry of a source, unless it is there already.
 
     Raises:
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
     """
-    source = find_source(path, config.data, config.task)
-    tokenizer = with_template(tokenizer, config.data)
-    folder = _entry_folder(source, config, tokenizer)
+    source = find_source(path, spec.settings, spec.task.settings)
+    tokenizer = with_template(tokenizer, spec.settings)
+    folder = _entry_folder(source, spec, tokenizer)
     try:
-        entry = _load_whole(folder, config)
+        entry = _load_whole(folder, spec)
         if entry is None or find_work(folder).exists():  # else the folder need not be writable
-            cache = open_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER)
+            cache = open_cache(spec.settings.cache_folder, DEFAULT_CACHE_FOLDER)
             lock = FileLock(folder.with_suffix(".lock"), mode=lock_mode(cache))
             with lock:  # other runs, and nodes that share the folder, wait for the first
-                if _load_whole(folder, config) is None:
+                if _load_whole(folder, spec) is None:
                     remove_abandoned(cache)
-                    _tokenize_into(folder, source, config, tokenizer)
+                    _tokenize_into(folder, source, spec, tokenizer)
                 if find_work(folder).exists():
                     remove(find_work(folder))
             entry = load_entry(folder)
@@ -84,12 +85,12 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
             f"data.cache_folder={folder.parent} can't be used: {error}. Set data.cache_folder to a folder that can be"
             f" written and has room. {KEPT}"
         ) from error
-    _, report = entry.cut(_cut_settings(config))
-    _check(replace(report, num_used_rows=report.num_used_rows // (2 if config.has_pairs else 1)), path, config)
+    _, report = entry.cut(_cut_settings(spec))
+    _check(replace(report, num_used_rows=report.num_used_rows // (2 if spec.task.has_pairs else 1)), path, spec)
 
 
 def load_source(
-    path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    path: Paths, spec: DataSpec, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[Rows, ReadReport]:
     """The rows of a source that `tokenize_source` has tokenized, mapped into memory, and cut to training.max_length.
 
@@ -97,59 +98,59 @@ def load_source(
         DataError: the cache entry can't be read, has tokens that the model does not know, or targets or labels that
             nothing can be learned from.
     """
-    source = find_source(path, config.data, config.task)
-    tokenizer = with_template(tokenizer, config.data)
-    folder = _entry_folder(source, config, tokenizer)
+    source = find_source(path, spec.settings, spec.task.settings)
+    tokenizer = with_template(tokenizer, spec.settings)
+    folder = _entry_folder(source, spec, tokenizer)
     try:
-        check_owner(folder, config.data.cache_folder)
-        rows, report = load_entry(folder).cut(_cut_settings(config))
+        check_owner(folder, spec.settings.cache_folder)
+        rows, report = load_entry(folder).cut(_cut_settings(spec))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"The tokenized data in {folder} can't be read: {error}. Did {path} change while it was tokenized, or is"
             " data.cache_folder local to another host?"
         ) from error
     check_token_ids(report.max_token_id, vocab_size, source.path)
-    if config.task.name is TaskName.causal_lm:
+    if spec.task.name is TaskName.causal_lm:
         reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
         if reason:
             raise DataError(reason)
-    wrapped = wrap_answers(rows, rows.labels, config)
+    wrapped = wrap_answers(rows, rows.labels, spec)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
 
 
-def text_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> RowTokenizer:
+def text_tokenizer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> RowTokenizer:
     """Make the function that turns batches of raw rows of a language model into token rows."""
-    data, max_length = config.data, config.training.max_length
+    data, max_length = spec.settings, spec.max_length
     return RowTokenizer(
         tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns, data.system_prompt
     )
 
 
-def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+def _whole_tokenizer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
     """The function for rows of any task, which are cut later. Only rows with labels are cut by the tokenizer itself."""
-    data, kept = config.data, _kept_tokens(config)
-    if config.task.has_labels:
-        return LabelledRowTokenizer(tokenizer, config.task, config.training.max_length, data.bad_rows, data.columns)
-    if config.task.compares_answers:
-        has_margin = config.task.name is TaskName.reward
-        return PreferenceRowTokenizer(tokenizer, config.has_pairs, kept, data.columns, has_margin)
-    return replace(text_tokenizer(config, tokenizer), max_length=kept, bad_rows=BadRows.truncate).whole
+    data, kept = spec.settings, _kept_tokens(spec)
+    if spec.task.has_labels:
+        return LabelledRowTokenizer(tokenizer, spec.task.settings, spec.max_length, data.bad_rows, data.columns)
+    if spec.task.compares_answers:
+        has_margin = spec.task.name is TaskName.reward
+        return PreferenceRowTokenizer(tokenizer, spec.task.has_pairs, kept, data.columns, has_margin)
+    return replace(text_tokenizer(spec, tokenizer), max_length=kept, bad_rows=BadRows.truncate).whole
 
 
-def _kept_tokens(config: Config) -> int:
-    return max(KEPT_TOKENS, next_power_of_two(config.training.max_length))
+def _kept_tokens(spec: DataSpec) -> int:
+    return max(KEPT_TOKENS, next_power_of_two(spec.max_length))
 
 
-def _cut_settings(config: Config) -> CutSettings:
-    is_compared = config.task.compares_answers
-    truncates = config.data.bad_rows is BadRows.truncate
-    return CutSettings(config.training.max_length, truncates, is_compared, is_compared and config.has_pairs)
+def _cut_settings(spec: DataSpec) -> CutSettings:
+    is_compared = spec.task.compares_answers
+    truncates = spec.settings.bad_rows is BadRows.truncate
+    return CutSettings(spec.max_length, truncates, is_compared, is_compared and spec.task.has_pairs)
 
 
-def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def _tokenize_into(folder: Path, source: Source, spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes the entry `folder`, from where another process has left off."""
-    data, name = config.data, Path(source.path).name
+    data, name = spec.settings, Path(source.path).name
     work = open_work(folder)
     plan = Plan.load(work)
     shards = None if plan is None else Shards(work, plan.bounds)
@@ -160,7 +161,7 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
         dropped: dict[str, None] = {}
         with ReadingBar(note_dropped(source, dropped), f"Reading {name}") as reading:
             raw = read_rows(reading.source, work / RAW, reading.advance)
-        plan = _plan(raw, source, config, list(dropped))
+        plan = _plan(raw, source, spec, list(dropped))
         plan.save(work)
         shards = Shards(work, plan.bounds)
         missing = shards.find_missing()
@@ -172,32 +173,32 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
         raw = raw if num_rows == len(raw) else raw.select(plan.rows)
         with row_bar(f"Tokenizing {name}", num_rows, num_done) as bar:
             num_processes = data.num_proc or num_cores()
-            shards.make_all(missing, num_processes, raw, _whole_tokenizer(config, tokenizer), bar.update)
+            shards.make_all(missing, num_processes, raw, _whole_tokenizer(spec, tokenizer), bar.update)
     (work / RAW).unlink(missing_ok=True)
     finished = work / "finished"
     remove(finished)
     finished.mkdir()
     with row_bar(f"Writing {name}", num_rows) as bar:
         tables = (table for shard in range(len(shards)) for table in shards.read(shard))
-        write_entry(finished, plan.read, tables, config.task.compares_answers, bar.update)
+        write_entry(finished, plan.read, tables, spec.task.compares_answers, bar.update)
     close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
     remove(folder)  # it exists only if it is not whole
     finished.rename(folder)
 
 
-def _plan(raw: datasets.Dataset, source: Source, config: Config, dropped: Sequence[str]) -> Plan:
+def _plan(raw: datasets.Dataset, source: Source, spec: DataSpec, dropped: Sequence[str]) -> Plan:
     """Which rows are used, and how they are divided into shards.
 
     Args:
         raw: all rows.
         source: where they are from.
-        config: `data` and `task` are used.
+        spec: which of them are used.
         dropped: columns that are not among them.
 
     Raises:
         DataError: data.split takes none, or it can't be told what labels mean.
     """
-    data = config.data
+    data = spec.settings
     rows = np.arange(len(raw))
     if source.hub is None and "[" in data.split:  # of hub data sets, `datasets` has taken them already
         rows = rows[slice_rows(data.split, len(raw))]
@@ -206,45 +207,45 @@ def _plan(raw: datasets.Dataset, source: Source, config: Config, dropped: Sequen
                 f"data.split={data.split} takes none of the {len(raw):,} rows of {source.path}. Set it to others."
             )
     if data.max_rows is not None and data.max_rows < len(rows):
-        chosen = np.random.default_rng(config.row_seed).permutation(len(rows))[: data.max_rows]
+        chosen = np.random.default_rng(spec.row_seed).permutation(len(rows))[: data.max_rows]
         rows = rows[np.sort(chosen)]
-    if config.task.has_labels:
-        check_label_order(source, config.task, data.columns)
-        check_lists(((row["place"], row["row"]) for row in raw.select(rows)), config.task, data.columns)
+    if spec.task.has_labels:
+        check_label_order(source, spec.task.settings, data.columns)
+        check_lists(((row["place"], row["row"]) for row in raw.select(rows)), spec.task.settings, data.columns)
     num_bytes = pc.binary_length(raw.data.column("row")).to_numpy()[rows]
     may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS
     unused = find_unused(raw[:FIRST_ROWS]["row"], source, dropped, data.columns)
-    read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(config), unused=unused)
+    read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(spec), unused=unused)
     return Plan(rows, find_bounds(num_bytes.astype(np.int64), may_divide), read)
 
 
-def _width(config: Config) -> int:
+def _width(spec: DataSpec) -> int:
     """Numbers per label; 0 without labels."""
-    if config.task.compares_answers:  # a label or a margin
-        return 0 if config.has_pairs and config.task.name is TaskName.preference else 1
-    return label_width(config.task) if config.task.has_labels else 0
+    if spec.task.compares_answers:  # a label or a margin
+        return 0 if spec.task.has_pairs and spec.task.name is TaskName.preference else 1
+    return label_width(spec.task.settings) if spec.task.has_labels else 0
 
 
-def _check(report: ReadReport, path: Paths, config: Config) -> None:
+def _check(report: ReadReport, path: Paths, spec: DataSpec) -> None:
     """Refuses a source that has bad rows where data.bad_rows=error, or that has no usable row."""
-    if report.problems and config.data.bad_rows is BadRows.error:
+    if report.problems and spec.settings.bad_rows is BadRows.error:
         raise DataError(
             f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip"
             + (" or truncate." if any(p.kind == TOO_LONG for p in report.problems) else ".")
         )
     if report.num_used_rows == 0:
         what = f"{report}" if report.num_rows else f"{report.path} has no rows"
-        where = name_setting(path, config.data)
-        more = " or task.labels" if config.task.has_labels else " or training.max_length"
-        if config.task.name is TaskName.causal_lm:
+        where = name_setting(path, spec.settings)
+        more = " or task.labels" if spec.task.has_labels else " or training.max_length"
+        if spec.task.name is TaskName.causal_lm:
             more = ", data.format, data.loss_on or training.max_length"
         if any(problem.kind == REFUSED for problem in report.problems):
             more = " or data.chat_template"
-            more += "; or leave data.system_prompt out" if config.data.system_prompt is not None else ""
+            more += "; or leave data.system_prompt out" if spec.settings.system_prompt is not None else ""
         raise DataError(f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns{more}.")
 
 
-def _load_whole(folder: Path, config: Config) -> Entry | None:
+def _load_whole(folder: Path, spec: DataSpec) -> Entry | None:
     """An entry; None: it is not there, or can't be read.
 
     Raises:
@@ -254,25 +255,25 @@ def _load_whole(folder: Path, config: Config) -> Entry | None:
         entry = load_entry(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    check_owner(folder, config.data.cache_folder)
+    check_owner(folder, spec.settings.cache_folder)
     return entry
 
 
-def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
+def _entry_folder(source: Source, spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The folder of the source's cache entry, named by everything that its tokens depend on."""
-    data = config.data
-    form: tuple[Any, ...] = (config.task.name.value, config.task.problem_type.value, config.task.labels)
-    if config.task.compares_answers:
-        form = (config.task.name.value, config.has_pairs)
+    data = spec.settings
+    form: tuple[Any, ...] = (spec.task.name.value, spec.task.settings.problem_type.value, spec.task.settings.labels)
+    if spec.task.compares_answers:
+        form = (spec.task.name.value, spec.task.has_pairs)
     key = fingerprint(
         tokenizer,
         source.identity,
         data.format.value,
         data.loss_on.value,
-        [config.training.max_length, data.bad_rows.value] if config.task.has_labels else _kept_tokens(config),
+        [spec.max_length, data.bad_rows.value] if spec.task.has_labels else _kept_tokens(spec),
         data.max_rows,
-        config.row_seed if data.max_rows is not None else None,
-        form if config.task.name is not TaskName.causal_lm else None,
+        spec.row_seed if data.max_rows is not None else None,
+        form if spec.task.name is not TaskName.causal_lm else None,
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
         *(["split", data.split] if source.hub is None and "[" in data.split else []),
         *(["system", data.system_prompt] if data.system_prompt else []),

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
-from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, ModelConfig, TokenizerConfig
+from qlora_fsdp.config.schema import CHAT_TEMPLATES, DataConfig, DataFormat, ModelConfig, TokenizerConfig
 from qlora_fsdp.data.stop_tokens import BYTES, remember_stop_tokens
 from qlora_fsdp.data.tokenizer_files import load_from_files
 
@@ -42,12 +42,13 @@ NO_TOKENS = AddedTokens()
 
 
 def find_tokenizer(
-    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
+    model: ModelConfig, data: DataConfig, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
 ) -> PreTrainedTokenizerBase:
     """The saved adapter's tokenizer if it has one, else the model's.
 
     Args:
-        config: `model` and `data` are used.
+        model: says which tokenizer is the model's.
+        data: its chat template replaces the tokenizer's own.
         model_folder: the folder of the model's files; None where they are not here.
         tokenizer_folder: the folder of the adapter; None without one, or where its tokenizer is not wanted.
         trains: whether the tokenizer is for training.
@@ -55,15 +56,16 @@ def find_tokenizer(
     Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
     `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
     """
-    if trains and config.data.format is DataFormat.random:
+    if trains and data.format is DataFormat.random:
         return byte_tokenizer()
-    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
+    if model_folder is not None:
+        model = replace(model, path=str(model_folder))
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
     if tokenizer_folder is None or model.tokenizer_path is None:
-        return load_tokenizer(model, config.data)
+        return load_tokenizer(model, data)
     try:
-        return load_tokenizer(replace(model, trust_remote_code=False), config.data)
+        return load_tokenizer(replace(model, trust_remote_code=False), data)
     except CheckpointError as error:
         if not model.trust_remote_code:
             raise

@@ -22,6 +22,7 @@ from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import check_base, describe_base
+from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.hardware import dtype_name
@@ -55,7 +56,7 @@ def assemble_trained(
     lora = NO_ADAPTER if folder is None else replace(read_lora(folder), lora_dropout=0.0)
     tokens = NO_TOKENS if saved is None else saved.read_tokens()
     try:
-        trained = assemble(
+        spec = settle_model(
             config,
             lora,
             processes,
@@ -64,6 +65,7 @@ def assemble_trained(
             tokenizer_folder=folder,
             saved_tokens=tokens,
         )
+        trained = assemble(spec, processes.device)
     except AdapterError as error:
         raise AdapterError(
             f"adapter={folder} does not fit the model: {error}\nSet model.path to the model that it was trained on."

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config, Kernel
 from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 
@@ -51,7 +52,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "what comes from host memory can't be part of it"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
-    if config.computes_reference and config.lora.start is not None:
+    if TaskSpec.of(config).computes_reference and config.lora.start is not None:
         return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
     if has_dropout and any(policy.recomputes for policy in policies):
         return "random numbers can't be drawn again in backward"

@@ -101,7 +101,7 @@ def ways_to_share(work: Workload) -> Iterator[Workload]:
     for num_slices in range(2, most + 1):
         shared = _with_values(work, {"distributed.context_parallel": num_slices})
         is_possible = most % num_slices == 0 and next(check_context_parallel(shared.config), None) is None
-        if is_possible and work.model.why_not_sliced(shared.config) is None:
+        if is_possible and work.model.why_not_sliced(shared.batch) is None:
             yield shared
 
 

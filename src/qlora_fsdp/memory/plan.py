@@ -122,7 +122,7 @@ class MemoryPlan:
     @property
     def graph_bytes(self) -> int:
         """GPU bytes that CUDA takes for graphs, outside torch's allocator, if padded sequences have all lengths."""
-        if self.beside_graph == 0 or not self.work.config.is_padded:
+        if self.beside_graph == 0 or self.work.batch.packs_rows:
             return 0
         return (num_lengths(self.work.config.training.max_length) - 1) * self.work.num_layers * GRAPH_LAYER
 

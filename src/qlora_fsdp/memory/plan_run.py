@@ -246,7 +246,7 @@ def _check_cpu(plan: MemoryPlan, work: Workload, machine: Machine) -> None:
     fitting = [f"\n  {change.text}" for change in smaller_runs(work, machine.target, machine.gpu)[:MAX_SHOWN]]
     raise MemoryShortage(
         f"A rank's tensors need {needed / GIB:.1f} GiB of host memory by the plan, with a micro-batch of "
-        f"{plan.work.micro_batch_size:,} x {work.config.sequence_length:,} tokens, and {available / GIB:.1f} GiB "
+        f"{plan.work.micro_batch_size:,} x {work.batch.sequence_length:,} tokens, and {available / GIB:.1f} GiB "
         "can be had (free memory and cgroup limits). "
         + (f"What would fit, by the plan:{''.join(fitting)}" if fitting else "Set model to a smaller one.")
     )

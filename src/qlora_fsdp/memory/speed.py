@@ -89,17 +89,18 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 def _saved_seconds(work: Workload, num_kept: int, gpu: Gpu) -> float:
     """Seconds that a micro-batch does not need to dequantize the weights of the last layers again, or at all."""
-    num_passes = 1 + int(work.config.computes_reference) + int(work.holds_dequantized)
+    num_passes = 1 + int(work.modules.task.computes_reference) + int(work.holds_dequantized)
     num_bytes = num_passes * sum(layer.dequantized for layer in work.layers[work.num_layers - num_kept :])
     return DEQUANTIZING * num_bytes / (gpu.memory_gb_s * 1e9 * MOVING)
 
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Seconds that Python takes to start the kernels of a micro-batch."""
-    num_extra, num_recomputed = work.config.num_extra_forwards, sum(policy.recomputes for policy in policies)
+    num_extra = work.modules.task.num_extra_forwards
+    num_recomputed = sum(policy.recomputes for policy in policies)
     of_forward = len(policies) * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
     if is_captured(work, policies):  # but for what KTO does before the step
-        num_launched = num_extra - int(work.config.computes_reference)
+        num_launched = num_extra - int(work.modules.task.computes_reference)
         return REPLAY_SECONDS + num_launched * of_forward
     return (3 + num_extra + RECOMPUTED_LAUNCHES * num_recomputed / len(policies)) * of_forward
 
@@ -117,7 +118,7 @@ def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> floa
         copies = 2.0 * gathered * (1 + 1 / work.num_shards) / (gpu.memory_gb_s * 1e9 * MOVING)
         forward += EXCHANGE_SECONDS / 2 + copies
         backward += EXCHANGE_SECONDS / 2 + (copies if work.reshards else 0.0)
-    return (1 + work.config.num_extra_forwards) * max(forward, transfer) + max(backward, back)
+    return (1 + work.modules.task.num_extra_forwards) * max(forward, transfer) + max(backward, back)
 
 
 def _compute_seconds(operations: Operations, gpu: Gpu) -> float:
@@ -133,7 +134,7 @@ def _ends_seconds(work: Workload, gpu: Gpu) -> float:
     gathered = [tensors for name, tensors in work.parts.ends.items() if not work.reads_end(name)]
     tables = sum_bytes(tensor for tensors in gathered for tensor in tensors).embeddings
     once = _compute_seconds(work.ends.operations, gpu) + _transfer_seconds(work, tables, gpu)
-    return once * (1 + work.config.num_extra_forwards / 2)  # without a gradient it is half of the products
+    return once * (1 + work.modules.task.num_extra_forwards / 2)  # without a gradient it is half of the products
 
 
 def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:

@@ -1,7 +1,7 @@
 """What the plan knows of a model: its parameters, and what a trace of it on meta found (tracing/trace.py).
 
-A trace is made for one size of a micro-batch and one set of settings. The plan asks for it through `TracedModel`, which
-answers for any: so it can try other settings without importing torch itself.
+A trace is made of one set of modules and for one shape of a micro-batch. The plan asks for it through `TracedModel`,
+which answers for any: so it can try other settings without importing torch itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.memory.policy import Policy
 
 
@@ -154,21 +154,36 @@ class ModelParts:
 
 
 class TracedModel(Protocol):
-    """A model that can be planned under any settings."""
+    """A model that can be planned with any modules and for any micro-batch."""
 
-    def parts(self, config: Config) -> ModelParts:
-        """Its parameters under these settings."""
+    def parts(self, modules: ModuleSpec) -> ModelParts:
+        """The parameters of these modules."""
 
-    def notes(self, config: Config) -> tuple[str, ...]:
-        """What a run with these settings would log about the model, such as unquantized experts."""
+    def notes(self, modules: ModuleSpec) -> tuple[str, ...]:
+        """What a run with these modules would log about the model, such as unquantized experts."""
 
     def layer_use(
-        self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
+        self,
+        modules: ModuleSpec,
+        batch: BatchSpec,
+        kind: int,
+        policy: Policy,
+        is_first: bool = False,
+        tile_tokens: int | None = None,
     ) -> LayerUse:
-        """Memory of one layer of a kind; `is_first` if no layer before it is trained."""
+        """Memory of one layer of a kind.
 
-    def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
+        Args:
+            modules: what the model is made of.
+            batch: the micro-batch.
+            kind: the index of the layer's kind in `ModelParts.kinds`.
+            policy: what becomes of its activations.
+            is_first: whether no layer before it is trained.
+            tile_tokens: tokens that MLPs, experts and norms compute at a time; None for all.
+        """
+
+    def ends_use(self, modules: ModuleSpec, batch: BatchSpec) -> EndsUse:
         """Memory of everything around the layers."""
 
-    def why_not_sliced(self, config: Config) -> str | None:
-        """Why ranks can't share its sequences under these settings; None if they can."""
+    def why_not_sliced(self, batch: BatchSpec) -> str | None:
+        """Why ranks can't share the sequences of such a micro-batch; None if they can."""

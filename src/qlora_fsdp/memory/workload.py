@@ -10,6 +10,7 @@ from functools import cached_property
 from typing_extensions import Unpack
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, Tensor, TracedModel
 
@@ -22,6 +23,7 @@ class Workload:
 
     Attributes:
         model: the model, which can be asked what it takes under any settings.
+        config: the settings, of which the plan tries others where they are open, and to suggest a change.
         num_ranks: all processes of the run, each with a GPU of its own.
         local_num_ranks: those of one host.
         micro_batch_size: sequences per rank and forward pass.
@@ -38,9 +40,19 @@ class Workload:
     can_read_peers: bool = True
 
     @cached_property
+    def modules(self) -> ModuleSpec:
+        """What the model is made of."""
+        return ModuleSpec.of(self.config)
+
+    @cached_property
+    def batch(self) -> BatchSpec:
+        """A micro-batch of one rank."""
+        return BatchSpec.of(self.config, self.micro_batch_size)
+
+    @cached_property
     def parts(self) -> ModelParts:
         """The model's parameters under these settings."""
-        return self.model.parts(self.config)
+        return self.model.parts(self.modules)
 
     @property
     def num_layers(self) -> int:
@@ -56,7 +68,7 @@ class Workload:
     @cached_property
     def ends(self) -> EndsUse:
         """Memory that a micro-batch needs around the layers."""
-        return self.model.ends_use(self.config, self.micro_batch_size)
+        return self.model.ends_use(self.modules, self.batch)
 
     def layer_uses(self, policies: Sequence[Policy]) -> list[LayerUse]:
         """Memory that a micro-batch needs in each layer, if the layers have these policies."""
@@ -79,7 +91,8 @@ class Workload:
 
     def _use(self, *key: Unpack[LayerKey]) -> LayerUse:
         if key not in self._uses:
-            self._uses[key] = self.model.layer_use(self.config, self.micro_batch_size, *key)
+            tile_tokens = self.config.memory.num_tile_tokens
+            self._uses[key] = self.model.layer_use(self.modules, self.batch, *key, tile_tokens)
         return self._uses[key]
 
     @cached_property
@@ -133,7 +146,7 @@ class Workload:
     @property
     def num_tokens(self) -> int:
         """Most tokens of a micro-batch on one rank."""
-        return self.micro_batch_size * self.config.slice_length
+        return self.micro_batch_size * self.batch.slice_length
 
     @property
     def num_micro_batches(self) -> int:

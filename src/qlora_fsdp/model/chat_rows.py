@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.module_names import is_target
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import TokenizerConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.markers import chosen_markers, explain_untrained
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
@@ -17,7 +18,11 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 
 
 def check_chat_rows(
-    tensors: Mapping[str, StoredTensor], tokenizer: PreTrainedTokenizerBase, config: Config
+    tensors: Mapping[str, StoredTensor],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataSpec,
+    added: TokenizerConfig,
+    modules_to_save: Sequence[str],
 ) -> list[str]:
     """A note if the markers of data.chat_template are tokens that the model has never learned; else none.
 
@@ -27,12 +32,14 @@ def check_chat_rows(
     Args:
         tensors: the model's stored tensors; maybe none.
         tokenizer: with new tokens added.
-        config: `data`, `task`, `tokenizer` and `lora.modules_to_save` are used.
+        data: its chat templates.
+        added: tokens whose rows are trained.
+        modules_to_save: modules that are trained in full.
     """
     tables = [tensor for key, tensor in tensors.items() if key.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
-    trained = {*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens}
-    markers = [marker for marker in chosen_markers(config) if marker not in trained]
-    if len(tables) != 1 or is_target(tables[0].key.removesuffix(".weight"), config.lora.modules_to_save or []):
+    trained = {*added.add_tokens, *added.add_special_tokens}
+    markers = [marker for marker in chosen_markers(data) if marker not in trained]
+    if len(tables) != 1 or is_target(tables[0].key.removesuffix(".weight"), modules_to_save):
         return []
     vocabulary = tokenizer.get_vocab()
     ids = {marker: vocabulary.get(marker, -1) for marker in markers}
@@ -42,7 +49,7 @@ def check_chat_rows(
         for marker, row in rows.items()
         if not row.any() or any(torch.equal(row, other) for name, other in rows.items() if name != marker)
     ]
-    return [explain_untrained(untrained, config)] if untrained else []
+    return [explain_untrained(untrained, data)] if untrained else []
 
 
 def _read_row(table: StoredTensor, row: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.start_adapter import SETTING
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, find_tokenizer, load_tokenizer
 from qlora_fsdp.records.start_folder import find_start
@@ -24,15 +24,15 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         from qlora_fsdp.model.adapters.read import SavedAdapter  # imports PEFT, which takes seconds
 
         start = SavedAdapter(find_start(config), SETTING)
-        folder = tokenizer_folder(start, config, start.read_tokens())
-        tokenizer = find_tokenizer(config, None, folder, trains=False)
+        folder = tokenizer_folder(start, config.model, start.read_tokens())
+        tokenizer = find_tokenizer(config.model, config.data, None, folder, trains=False)
     add_tokens(tokenizer, config.tokenizer)
     return tokenizer
 
 
-def tokenizer_folder(start: SavedAdapter, config: Config, tokens: AddedTokens) -> Path | None:
+def tokenizer_folder(start: SavedAdapter, model: ModelConfig, tokens: AddedTokens) -> Path | None:
     """The folder of the tokenizer of a run that trains on from `start`; None: the one that the settings name.
 
     The adapter's is used unless the settings name one. Tokens that the adapter added are known to its own alone.
     """
-    return start.folder if config.model.tokenizer_path is None or tokens.ids else None
+    return start.folder if model.tokenizer_path is None or tokens.ids else None

@@ -7,37 +7,39 @@ from dataclasses import replace
 import torch
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import TaskName
+from qlora_fsdp.config.specs import BatchSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 
 
-def batch_on_meta(config: Config, size: int, num_positions: int | None = None) -> Batch:
+def batch_on_meta(spec: BatchSpec, num_positions: int | None = None) -> Batch:
     """A rank's largest micro-batch, on meta. Each sequence has two rows, or one where rows are padded.
 
     Args:
-        config: the run's settings.
-        size: sequences, or pairs of them where each answer of a pair is a sequence of its own.
+        spec: its size and the lengths of its sequences.
         num_positions: those that the model has embeddings for, if it has such a table. No row is longer.
     """
-    if config.has_pairs and config.is_padded:
-        size, length = 2 * size, config.training.max_length
-    else:
-        length = config.slice_length
-    if config.is_padded and num_positions is not None:
+    task = spec.task
+    size = spec.size
+    length = spec.slice_length
+    if task.has_pairs and not spec.packs_rows:
+        size = 2 * spec.size
+        length = spec.max_length
+    if not spec.packs_rows and num_positions is not None:
         length = min(length, num_positions)
-    num_slices = config.distributed.num_slices
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
-    num_rows = size if config.is_padded else 2 * size
+    num_rows = 2 * size if spec.packs_rows else size
     starts = torch.empty(num_rows + 1, dtype=torch.int32, device="meta")
     counts = torch.empty(size, dtype=torch.int64, device="meta")
-    batch = Batch(ids, ids, ids, starts, num_slices * length, num_tokens=counts, num_slices=num_slices)
-    match config.task.name:
+    most = spec.num_slices * length
+    batch = Batch(ids, ids, ids, starts, most, num_tokens=counts, num_slices=spec.num_slices)
+    match task.name:
         case TaskName.causal_lm:
             return batch
         case TaskName.preference:
             # The batch has the reference's log-probabilities. A pass that computes them keeps nothing and takes less.
-            reference = torch.empty(num_rows // 2 if config.has_pairs else num_rows, 2, device="meta")
+            reference = torch.empty(num_rows // 2 if task.has_pairs else num_rows, 2, device="meta")
             is_good = torch.empty(num_rows, dtype=torch.bool, device="meta")
             return replace(batch, num_answers=num_rows, is_good=is_good, reference=reference)
         case TaskName.reward:
@@ -47,7 +49,7 @@ def batch_on_meta(config: Config, size: int, num_positions: int | None = None) -
         case TaskName.token_classification:
             num_labels = size * length
         case _:
-            assert_never(config.task.name)
-    labels = torch.empty(num_labels, label_width(config.task), device="meta")
+            assert_never(task.name)
+    labels = torch.empty(num_labels, label_width(task.settings), device="meta")
     positions = torch.empty(num_labels, dtype=torch.int64, device="meta")
     return replace(batch, labels=labels, label_positions=positions)

@@ -19,6 +19,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.attention.choose import describe_wide_heads, traced_attention
 from qlora_fsdp.layers.attention.sliced import slice_attention
@@ -34,7 +35,7 @@ from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.model.trials.packing import check_causal, planned_dtype, sees_no_padding, try_small
+from qlora_fsdp.model.trials.packing import TrialSpec, check_causal, planned_dtype, sees_no_padding, try_small
 from qlora_fsdp.model.trials.slices import check_slices, whole_attention
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
 from qlora_fsdp.tracing.meta_batch import batch_on_meta
@@ -75,7 +76,7 @@ class UntraceableModel(CheckpointError):
 
 
 class ModelTracer:
-    """A model that can be planned under any settings.
+    """A model that can be planned with any modules and for any micro-batch: see `TracedModel`.
 
     Args:
         files: only the model's config is used; no file is read.
@@ -91,7 +92,9 @@ class ModelTracer:
         self, files: ModelFiles, computing: Computing, tokens: AddedTokens, trust_remote_code: bool = False
     ) -> None:
         self.files = ModelFiles(files.folder, files.config)  # without tensors: nothing is read
-        self.computing, self.tokens, self.trust_remote_code = computing, tokens, trust_remote_code
+        self.computing = computing
+        self.tokens = tokens
+        self.trust_remote_code = trust_remote_code
         self._models: dict[str, _Built] = {}
         self._traces: dict[Any, Trace] = {}
         self._uses: dict[Any, LayerUse] = {}
@@ -100,81 +103,95 @@ class ModelTracer:
         """Without the models, so that rank 0 can send a plan to the others, which build what they need of them."""
         return vars(self) | {"_models": {}, "_traces": {}, "_uses": {}}
 
-    def parts(self, config: Config) -> ModelParts:
-        """Its parameters under these settings of `quant`, `lora`, `task`, `kernels` and `compute`."""
-        return self._built(config).parts
+    def parts(self, modules: ModuleSpec) -> ModelParts:
+        """The parameters of these modules."""
+        return self._built(modules).parts
 
-    def notes(self, config: Config) -> tuple[str, ...]:
-        """The notes that a run with these settings would log about the model, such as unquantized experts."""
-        return self._built(config).notes
+    def notes(self, modules: ModuleSpec) -> tuple[str, ...]:
+        """The notes that a run with these modules would log about the model, such as unquantized experts."""
+        return self._built(modules).notes
 
     def layer_use(
-        self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
+        self,
+        modules: ModuleSpec,
+        batch: BatchSpec,
+        kind: int,
+        policy: Policy,
+        is_first: bool = False,
+        tile_tokens: int | None = None,
     ) -> LayerUse:
         """Memory of one layer of a kind; `is_first` if no layer before it is trained."""
-        tile = config.memory.num_tile_tokens
-        key = (*self._key(config, micro_batch_size), kind, policy, is_first, tile)
+        key = (*_trace_key(modules, batch), kind, policy, is_first, tile_tokens)
         if key not in self._uses:
-            trace = self._trace(config, micro_batch_size)
+            trace = self._trace(modules, batch)
+            layer = self._built(modules).stand_ins[kind]
             with _explained():
-                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first, tile)
+                self._uses[key] = trace.layer(layer, policy, is_first, tile_tokens)
         return self._uses[key]
 
-    def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
+    def ends_use(self, modules: ModuleSpec, batch: BatchSpec) -> EndsUse:
         """Memory of everything around the layers."""
-        return self._trace(config, micro_batch_size).ends
+        return self._trace(modules, batch).ends
 
-    def why_not_sliced(self, config: Config) -> str | None:
-        """Why ranks can't share its sequences under these settings; None if they can."""
+    def why_not_sliced(self, batch: BatchSpec) -> str | None:
+        """Why ranks can't share the sequences of such a micro-batch; None if they can."""
+        model, num_slices = self.files.config, batch.num_slices
+        spec = TrialSpec(batch.task.settings, batch.max_length, num_slices > 1, self.trust_remote_code)
         try:
             with stock_models():
-                check_slices(self.files.config, config, try_small(self.files.config, config))
-            whole_attention(self.computing.attention, None, self.files.config, config, torch.device("cuda"))
+                check_slices(model, num_slices, batch.max_length, try_small(model, spec))
+            whole_attention(self.computing.attention, None, model, num_slices, torch.device("cuda"))
         except ConfigError as error:
             return str(error)
         return None
 
-    def _key(self, config: Config, micro_batch_size: int) -> tuple[str, int, int]:
-        return f"{_modules_key(config)}{config.is_padded}", config.sequence_length, micro_batch_size
-
-    def _trace(self, config: Config, micro_batch_size: int) -> Trace:
-        key = self._key(config, micro_batch_size)
+    def _trace(self, modules: ModuleSpec, batch: BatchSpec) -> Trace:
+        key = _trace_key(modules, batch)
         if key not in self._traces:
-            built = self._built(config)
-            computing, num_positions = self.computing, num_learned_positions(built.model)
-            batch = batch_on_meta(config, micro_batch_size, num_positions)
+            built = self._built(modules)
+            on_meta = batch_on_meta(batch, num_learned_positions(built.model))
             with _explained():
-                self._traces[key] = Trace(built.model, batch, computing.is_cuda, computing.liger_kernels)
+                computing = self.computing
+                self._traces[key] = Trace(built.model, on_meta, computing.is_cuda, computing.liger_kernels)
         return self._traces[key]
 
-    def _built(self, config: Config) -> _Built:
-        key = _modules_key(config)
+    def _built(self, modules: ModuleSpec) -> _Built:
+        key = _modules_key(modules)
         if key not in self._models:
             with _explained():
-                self._models[key] = self._build(config)
+                self._models[key] = self._build(modules)
         return self._models[key]
 
-    def _build(self, config: Config) -> _Built:
-        computing, num_slices = self.computing, config.distributed.num_slices
+    def _build(self, modules: ModuleSpec) -> _Built:
+        computing = self.computing
         attention = computing.attention
+        if modules.num_slices > 1:
+            attention = slice_attention(attention, modules.num_slices, None)
         settings = BuildSettings(
-            config.quant,
+            modules.quant,
             computing.dtype,
-            slice_attention(attention, num_slices, None) if num_slices > 1 else attention,
-            config.task,
-            keep=list(config.lora.modules_to_save or []),
+            attention,
+            modules.task.settings,
+            keep=list(modules.lora.modules_to_save or []),
             pad_token_id=0,
             trust_remote_code=self.trust_remote_code,
-            shares_equal_layers=not _names_a_layer(config),
+            shares_equal_layers=not _names_a_layer(modules),
         )
         with stock_models():
             meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
-        loss_kernel, transform = computing.loss_kernel, computing.transform
-        model = adapt_model(meta, config, self.tokens, loss_kernel, transform, computing.unreached)
+        model = adapt_model(
+            meta,
+            modules.lora,
+            modules.task,
+            self.tokens,
+            computing.loss_kernel,
+            computing.transform,
+            computing.unreached,
+        )
         check_no_experts_are_trained_whole(model)
-        add_router_loss(model, config.training.router_aux_loss_coef)
-        rewire(model, config.compute, config.kernels)
+        add_router_loss(model, modules.router_aux_loss_coef)
+        rewire(model, modules.compute, modules.kernels)
         if not model.layers:
             raise ValueError("it has no transformer layers")
         stand_ins, order = find_kinds(model)
@@ -198,26 +215,38 @@ class _Built:
     notes: tuple[str, ...]
 
 
-def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) -> ModelTracer:
+def trace_assembled(assembled: AssembledModel, is_cuda: bool) -> ModelTracer:
     """The tracer of a model that is about to be trained."""
-    attention = assembled.attention
+    spec = assembled.spec
+    attention = spec.attention
     if is_cuda:  # the attention that was chosen fits the model
-        attention = traced_attention(attention, assembled.files.config, assembled.dtype, is_causal=True)
-    kernels, loss, transform = assembled.liger_kernels, assembled.loss_kernel, assembled.model.transform
-    computing = Computing(assembled.dtype, attention, kernels, loss, is_cuda, transform, assembled.unreached)
-    return ModelTracer(assembled.files, computing, assembled.tokens, config.model.trust_remote_code)
+        attention = traced_attention(attention, spec.files.config, spec.dtype, is_causal=True)
+    computing = Computing(
+        dtype=spec.dtype,
+        attention=attention,
+        liger_kernels=assembled.liger_kernels,
+        loss_kernel=spec.loss_kernel,
+        is_cuda=is_cuda,
+        transform=assembled.model.transform,
+        unreached=spec.unreached,
+    )
+    return ModelTracer(spec.files, computing, spec.tokens, spec.trust_remote_code)
 
 
 def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     """The tracer of a model of which only the config is known, for a run on recent GPUs."""
-    dtype, text = planned_dtype(config), model_config.get_text_config()
-    traits = try_small(model_config, config)
+    dtype = planned_dtype(config.training.precision)
+    text = model_config.get_text_config()
+    num_slices, max_length = config.distributed.num_slices, config.training.max_length
+    trusted = config.model.trust_remote_code
+    traits = try_small(model_config, TrialSpec(config.task, max_length, num_slices > 1, trusted))
     check_causal(model_config, traits)
-    wanted, is_causal = config.model.attn_implementation.value, sees_no_padding(config, traits)
+    wanted = config.model.attn_implementation.value
+    is_causal = sees_no_padding(config.task, traits)
     attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
-    if config.distributed.num_slices > 1:
-        check_slices(model_config, config, traits)
-        attention = whole_attention(attention, None, model_config, config, torch.device("cuda"))
+    if num_slices > 1:
+        check_slices(model_config, num_slices, max_length, traits)
+        attention = whole_attention(attention, None, model_config, num_slices, torch.device("cuda"))
     liger = planned_liger_kernels(config.kernels, model_config)
     loss = {Kernel.auto: "triton", Kernel.liger: "liger", Kernel.torch: "torch"}[config.kernels.cross_entropy]
     computing = Computing(dtype, attention, liger, cast(LossKernel, loss), True, traits.transform, traits.unreached)
@@ -225,7 +254,7 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     # The model may have rows for some of these already. Only the tokenizer knows, which is not loaded here.
     ids = frozenset(range(text.vocab_size, text.vocab_size + len(names)))
     tokens = AddedTokens(ids, ids, text.vocab_size + len(names)) if names else AddedTokens()
-    return ModelTracer(ModelFiles(None, model_config), computing, tokens, config.model.trust_remote_code)
+    return ModelTracer(ModelFiles(None, model_config), computing, tokens, trusted)
 
 
 def planned_liger_kernels(config: KernelsConfig, model: PretrainedConfig) -> list[str]:
@@ -250,17 +279,40 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _modules_key(config: Config) -> str:
-    """Equal for settings that make the same modules."""
-    made_of = (config.quant, config.lora, config.task, config.preference.loss, config.kernels, config.compute.matmul)
-    return repr((*made_of, config.training.router_aux_loss_coef, config.distributed.num_slices))
+def _trace_key(modules: ModuleSpec, batch: BatchSpec) -> tuple[str, bool, int, int]:
+    """Equal where a trace finds the same."""
+    return _modules_key(modules), batch.packs_rows, batch.sequence_length, batch.size
 
 
-def _names_a_layer(config: Config) -> bool:
-    """Whether a setting may be about some of the transformer layers alone."""
-    lora = config.lora
-    named: list[Any] = [lora.target_modules, lora.exclude_modules, lora.modules_to_save]
-    named += [list(lora.rank_pattern), list(lora.alpha_pattern), config.quant.llm_int8_skip_modules]
-    return any(
-        _ABOUT_A_LAYER.search(text) for some in named for text in ([some] if isinstance(some, str) else some or [])
+def _modules_key(modules: ModuleSpec) -> str:
+    """Equal for specs that make the same modules."""
+    return repr(
+        (
+            modules.quant,
+            modules.lora,
+            modules.task.settings,
+            modules.task.preference.loss,
+            modules.kernels,
+            modules.compute.matmul,
+            modules.router_aux_loss_coef,
+            modules.num_slices,
+        )
     )
+
+
+def _names_a_layer(modules: ModuleSpec) -> bool:
+    """Whether a setting may be about some of the transformer layers alone."""
+    lora = modules.lora
+    of_settings = (
+        lora.target_modules,
+        lora.exclude_modules,
+        lora.modules_to_save,
+        list(lora.rank_pattern),
+        list(lora.alpha_pattern),
+        modules.quant.llm_int8_skip_modules,
+    )
+    for value in of_settings:
+        names = [value] if isinstance(value, str) else value or []
+        if any(_ABOUT_A_LAYER.search(name) for name in names):
+            return True
+    return False

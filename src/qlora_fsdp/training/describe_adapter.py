@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.hub_names import hub_name
 from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig, TaskName
+from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
@@ -90,7 +91,8 @@ def serving_of(prepared: Prepared) -> Serving:
 def _name_loss(config: Config) -> str:
     """What a loss of the run is, and what it is a mean over."""
     if config.task.name is TaskName.preference:
-        return f"{config.preference.loss.value} loss per {'pair' if config.has_pairs else 'answer'} of answers"
+        unit = "pair" if TaskSpec.of(config).has_pairs else "answer"
+        return f"{config.preference.loss.value} loss per {unit} of answers"
     if config.task.name is TaskName.reward:
         return "loss per pair of answers"
     return "loss per label" if config.task.has_labels else CardFacts.loss

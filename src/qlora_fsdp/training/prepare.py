@@ -16,6 +16,7 @@ from qlora_fsdp.common.text import plural, show_size
 from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
@@ -40,6 +41,7 @@ from qlora_fsdp.runtime.fallbacks import replace_missing
 from qlora_fsdp.runtime.hardware import choose_dtype, dtype_name, find_machine, hold_to
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
+from qlora_fsdp.training.checkpoints.resume import resumed_run
 from qlora_fsdp.training.memory_use import PhasePeaks, start_snapshot
 from qlora_fsdp.training.start_adapter import assemble_for_training
 from qlora_fsdp.weights.quantized_cache import use_cache
@@ -118,7 +120,7 @@ def prepare(
     missing = replace_missing(config, device)
     assembled = assemble_for_training(start, config, processes)
     model, meta = assembled.model, assembled.meta
-    config = assembled.settle(config)
+    config = with_values(config, {"training.packing": assembled.spec.packs_rows})
     base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
@@ -170,7 +172,7 @@ def _plan(config: Config, assembled: AssembledModel, machine: Machine) -> RunPla
     try:
         return plan_run(
             config,
-            trace_assembled(assembled, config, machine.is_cuda),
+            trace_assembled(assembled, machine.is_cuda),
             quant_settings(assembled.meta.format, config.quant),
             machine,
         )
@@ -182,7 +184,7 @@ def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
     meta, num_fp8 = assembled.meta, assembled.num_fp8_layers
     log.info(
         f"Model: {meta.model.name_or_path}, {show_size(sizes.num_base)} parameters, {meta.kind}, "
-        f"{assembled.attention} attention, Liger kernels: {', '.join(assembled.liger_kernels) or 'none'}; "
+        f"{assembled.spec.attention} attention, Liger kernels: {', '.join(assembled.liger_kernels) or 'none'}; "
         f"{assembled.num_fused_groups} groups of layers fused"
         f"{f', {num_fp8} layers in fp8' if num_fp8 else ''}; "
         f"training {show_size(sizes.num_trainable)} in {len(trainable_names(assembled.model))} tensors"
@@ -200,11 +202,13 @@ def _prepare_data(
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
     data: PreparedData[TrainingData]
     num_slices = config.distributed.num_slices
+    spec = DataSpec.of(config)
     if config.data.streaming:
         split = split_batches(config.training, processes.num_ranks, 0, num_slices)  # max_steps says where it ends
-        data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
+        earlier = resumed_run(config.checkpoint)
+        data = open_stream(spec, tokenizer, split, processes, folder, first_step, model.vocab_size, earlier)
     else:
-        data = prepare_data(config, tokenizer, processes, model.vocab_size)
+        data = prepare_data(spec, tokenizer, processes, model.vocab_size)
         split = split_batches(config.training, processes.num_ranks, len(data.train), num_slices)
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
@@ -213,6 +217,6 @@ def _prepare_data(
         log.info(f"Data: {line}")
     if beyond is not None:
         log.info(f"Note: {beyond}")
-    slices = describe_slices(config)
-    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most{slices}")
+    slices = describe_slices(spec.sequence_length, num_slices)
+    log.info(f"Steps: {split.num_steps} of {spec.sequence_length} tokens a sequence at most{slices}")
     return data, split

@@ -10,13 +10,16 @@ from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters.read import BASE_FIX, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import check_base
+from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.run_tokenizer import tokenizer_folder
+from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import START_FOLDER
 from qlora_fsdp.records.run_summary import RunSummary
@@ -62,11 +65,13 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
         AdapterError: it does not fit the model, was trained on other weights, or has NaN or infinite values.
     """
     if start is None:
-        return assemble(config, config.lora, processes, trains=True)
+        spec = settle_model(config, config.lora, processes, trains=True)
+        return _with_chat_notes(assemble(spec, processes.device), config)
     about, tokens = read_start(start.folder), start.read_tokens()
-    folder = tokenizer_folder(start, config, tokens)
+    folder = tokenizer_folder(start, config.model, tokens)
     try:
-        assembled = assemble(config, config.lora, processes, trains=True, tokenizer_folder=folder, saved_tokens=tokens)
+        spec = settle_model(config, config.lora, processes, trains=True, tokenizer_folder=folder, saved_tokens=tokens)
+        assembled = _with_chat_notes(assemble(spec, processes.device), config)
     except AdapterError as error:
         raise AdapterError(f"{start} does not fit the model: {error}") from error
     fix = BASE_FIX
@@ -82,6 +87,18 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
     )
     start.check_values(processes)
     return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
+
+
+def _with_chat_notes(assembled: AssembledModel, config: Config) -> AssembledModel:
+    """The model, with a note if it has never learned the markers of the chat template that the settings name."""
+    notes = check_chat_rows(
+        assembled.files.tensors,
+        assembled.tokenizer,
+        DataSpec.of(config),
+        config.tokenizer,
+        config.lora.modules_to_save or [],
+    )
+    return replace(assembled, notes=[*assembled.notes, *notes])
 
 
 def _about_tokens(config: Config, tokens: AddedTokens) -> str:

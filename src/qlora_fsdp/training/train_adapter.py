@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.model.adapters.model_card import CardFacts
 from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
@@ -146,7 +147,7 @@ def _describe_adapter(
         A function that returns the facts for the model card as they are then, and the text of the settings that are
         saved with the adapter.
     """
-    form = find_form(config) if processes.is_main else None
+    form = find_form(DataSpec.of(config)) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
     start = None if prepared.start is None else prepared.start.digest
     settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers, start)

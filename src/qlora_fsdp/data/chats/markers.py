@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for
-from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.tokenizer import encode, read_template
 
 # What templates have for tokens. Others, such as [INST] or <tools>, are plain text to many models that know them.
@@ -37,21 +38,21 @@ def _find_markers(template: str) -> list[str]:
     return list(dict.fromkeys(_MARKER.findall(_COMMENT.sub("", template))))
 
 
-def chosen_markers(config: Config) -> list[str]:
+def chosen_markers(spec: DataSpec) -> list[str]:
     """The markers of the templates that the settings name; none where no chats are trained on."""
-    if not config.task.is_causal:
+    if not spec.task.is_causal:
         return []
-    return [marker for template in _chosen_templates(config) for marker in _find_markers(read_template(template))]
+    return [marker for template in _chosen_templates(spec) for marker in _find_markers(read_template(template))]
 
 
-def _chosen_templates(config: Config) -> list[str]:
+def _chosen_templates(spec: DataSpec) -> list[str]:
     """The templates that data.chat_template and the data sets of a mix name, each once."""
-    sets = [settings_for(path, config.data) for path in config.data.mix] or [config.data]
+    sets = [settings_for(path, spec.settings) for path in spec.settings.mix] or [spec.settings]
     names = [data.chat_template for data in sets if data.chat_template is not None and data.format not in _NO_CHATS]
     return list(dict.fromkeys(names))
 
 
-def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+def check_markers(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
     """Checks that the markers of data.chat_template are tokens.
 
     Returns:
@@ -60,10 +61,10 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
     Raises:
         DataError: the tokenizer can't write a marker at all.
     """
-    pieces = {marker: encode(tokenizer, marker) for marker in chosen_markers(config)}
+    pieces = {marker: encode(tokenizer, marker) for marker in chosen_markers(spec)}
     lost = [marker for marker, ids in pieces.items() if not ids or tokenizer.unk_token_id in ids]
     split = [marker for marker, ids in pieces.items() if len(ids) > 1]
-    what = f"data.chat_template={','.join(_chosen_templates(config))}"
+    what = f"data.chat_template={','.join(_chosen_templates(spec))}"
     if lost:
         raise DataError(
             f"{what} has markers that this tokenizer can't write: {', '.join(lost)}. Set {add_tokens(lost)}, or"
@@ -75,15 +76,15 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
     return [
         f"{what} has markers that are no tokens of this tokenizer, so that the model has to learn them from pieces:"
         f" {shown}. Set {add_tokens(split)}, which makes tokens of them and trains these;"
-        f" {_instruct(config.model.path)}; or set data.chat_template={PLAIN_TEMPLATE}, which has none."
+        f" {_instruct(spec.model_path)}; or set data.chat_template={PLAIN_TEMPLATE}, which has none."
     ]
 
 
-def check_end_token(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+def check_end_token(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
     """Returns a note if rows that no template writes get no end token: the model then learns to go on for ever."""
-    if tokenizer.eos_token_id is not None or config.task.has_labels:
+    if tokenizer.eos_token_id is not None or spec.task.has_labels:
         return []
-    if config.data.format in (DataFormat.messages, DataFormat.sharegpt, DataFormat.random):
+    if spec.settings.format in (DataFormat.messages, DataFormat.sharegpt, DataFormat.random):
         return []
     return [
         "the tokenizer has no end token, so rows that are no chats end without one, and the model does not learn where"
@@ -91,12 +92,12 @@ def check_end_token(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[
     ]
 
 
-def explain_untrained(markers: list[str], config: Config) -> str:
+def explain_untrained(markers: list[str], spec: DataSpec) -> str:
     """The note for markers that are tokens whose embeddings were never trained."""
     return (
-        f"data.chat_template={','.join(_chosen_templates(config))} has markers that the model has never learned, as"
+        f"data.chat_template={','.join(_chosen_templates(spec))} has markers that the model has never learned, as"
         f" their rows of the embeddings are zeros or all alike: {', '.join(markers)}. Set {add_tokens(markers)}, which"
-        f" trains these rows; or {_instruct(config.model.path)}."
+        f" trains these rows; or {_instruct(spec.model_path)}."
     )
 
 

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common import threads
 from qlora_fsdp.config.data_sets import mixed_sets
-from qlora_fsdp.config.schema import BadRows, Config, DataConfig
+from qlora_fsdp.config.schema import BadRows, DataConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Source, find_source, training_paths
@@ -147,45 +148,48 @@ class StreamedSequences:
 
 
 def open_stream(
-    config: Config,
+    spec: DataSpec,
     tokenizer: PreTrainedTokenizerBase,
     split: BatchSplit,
     processes: Processes,
     folder: Path | None,
     first_step: int,
     vocab_size: int,
+    earlier_folder: Path | None = None,
 ) -> PreparedData[StreamedSequences]:
     """Begins to read the data, at the step that the run starts or resumes at. Held-out data is prepared as a whole.
 
     Args:
-        config: `data`, `training` and `checkpoint.resume` are used.
+        spec: which rows, and what becomes of them.
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         split: how many sequences a step has, and the run.
         processes: all ranks take part; rank 0 writes.
         folder: the run folder, in which windows and their places are kept; None: nowhere.
         first_step: number of steps that are done.
         vocab_size: number of tokens that the model knows.
+        earlier_folder: the folder of another run, whose checkpoint this one resumes from; None for none.
 
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = note_mistakes(tokenizer, config)
+    notes = note_mistakes(tokenizer, spec)
     with failing_together(processes):
-        sources = [find_source(path, config.data, config.task) for path in training_paths(config.data)]
+        sources = [find_source(path, spec.settings, spec.task.settings) for path in training_paths(spec.settings)]
         # Rank 0 alone says it.
-        unused = [name for s in sources if processes.is_main for name in look_for_unused(s, config.data.columns)]
+        unused = [name for s in sources if processes.is_main for name in look_for_unused(s, spec.settings.columns)]
     check_same_files(sources, processes)
     # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
-    key = processes.share(_key(config, tokenizer, sources) if processes.is_main else None)
+    key = processes.share(_key(spec, tokenizer, sources) if processes.is_main else None)
     start, kept, note = None, None, None
     if folder is not None:
-        own, *others = files = _place_files(config, folder / STREAM_FILE)
+        own = folder / STREAM_FILE
+        others = [] if earlier_folder is None else [earlier_folder / STREAM_FILE]
         done = first_step * split.global_batch_size
-        start = processes.share(find_place(files, key, done) if processes.is_main else None)
+        start = processes.share(find_place([own, *others], key, done) if processes.is_main else None)
         kept = KeptWindows(folder, [file.parent for file in others], key, split.global_batch_size)
         note = partial(note_place, own, key) if processes.is_main else None
     stream = StreamedSequences(
-        _window_maker(config, tokenizer, sources, vocab_size, split, processes.for_thread(), kept),
+        _window_maker(spec, tokenizer, sources, vocab_size, split, processes.for_thread(), kept),
         num_sequences=split.num_sequences,
         num_kept=BATCHES_KEPT * split.global_batch_size,
         key=key,
@@ -193,17 +197,17 @@ def open_stream(
         note=note,
     )
     held_out = None
-    if config.data.eval_path is not None:
-        whole = replace(config, data=replace(config.data, streaming=False))
+    if spec.settings.eval_path is not None:
+        whole = replace(spec, settings=replace(spec.settings, streaming=False))
         held_out = prepare_held_out(whole, tokenizer, processes, vocab_size)
     window = stream.first_window
     report = count_data([replace(window.report, unused=tuple(dict.fromkeys(unused)))], window.sequences, held_out)
     check_same_counts(report, processes)
-    return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows, notes=tuple(notes)))
+    return PreparedData(stream, held_out, replace(report, streamed_rows=spec.settings.buffer_rows, notes=tuple(notes)))
 
 
 def _window_maker(
-    config: Config,
+    spec: DataSpec,
     tokenizer: PreTrainedTokenizerBase,
     sources: Sequence[Source],
     vocab_size: int,
@@ -211,14 +215,14 @@ def _window_maker(
     processes: Processes,
     kept: KeptWindows | None,
 ) -> WindowMaker:
-    data = config.data
-    tokenize = text_tokenizer(config, tokenizer)
+    data = spec.settings
+    tokenize = text_tokenizer(spec, tokenizer)
     num_workers = _num_workers(data, processes)
     return WindowMaker(
         sources=sources,
         weights=_weights(data),
         map_batches=Workers(tokenize, num_workers).map if num_workers else partial(map, tokenize),
-        settings=SequenceSettings.of(config, tokenizer),
+        settings=SequenceSettings.of(spec, tokenizer),
         buffer_rows=data.buffer_rows,
         vocab_size=vocab_size,
         strict=data.bad_rows is BadRows.error,
@@ -243,21 +247,14 @@ def _num_workers(data: DataConfig, processes: Processes) -> int:
     return max(0, min(MAX_WORKERS, own_cores - 1))  # a core for training itself
 
 
-def _key(config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> str:
+def _key(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> str:
     """A hash of everything that the windows depend on."""
-    data, training = config.data, config.training
+    data = spec.settings
     identities = [source.identity for source in sources]
     return fingerprint(
         tokenizer,
         [identities, _weights(data), data.format.value, data.loss_on.value, data.bad_rows.value],
-        [training.max_length, training.packing is not False, training.seed, data.buffer_rows],
+        [spec.max_length, spec.packs_rows, spec.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
         *(["system", data.system_prompt] if data.system_prompt else []),
     )
-
-
-def _place_files(config: Config, own: Path) -> list[Path]:
-    """The lists of windows: this run's, and that of the run whose checkpoint is resumed."""
-    if config.checkpoint.resume in ("auto", "none"):
-        return [own]
-    return [own, Path(config.checkpoint.resume).expanduser().resolve().parents[1] / STREAM_FILE]  # run/checkpoints/step

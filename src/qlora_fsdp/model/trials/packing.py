@@ -35,9 +35,8 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
-from qlora_fsdp.config.schema import Config, Dtype
-from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.config.written import with_values
+from qlora_fsdp.config.schema import Dtype, TaskConfig
+from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model.build import AUTO_CLASSES
@@ -48,6 +47,23 @@ from qlora_fsdp.runtime.processes import Processes
 
 # Packages with kernels for recurrent layers, which transformers uses where they are installed. They run on GPUs alone.
 RECURRENT_KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """What a small model of a class is asked.
+
+    Attributes:
+        task: what the model is to learn. Classifiers are asked whether they see padding, causal models all else.
+        max_length: tokens of the longest row.
+        slices: whether ranks are to share sequences.
+        trust_remote_code: run model code that comes with the files.
+    """
+
+    task: TaskConfig
+    max_length: int
+    slices: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,35 +86,35 @@ class Traits:
     why_not_sliced: str | None = None
 
 
-def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -> Traits:
+def find_traits(model: PretrainedConfig, spec: TrialSpec, processes: Processes) -> Traits:
     """Try a small model of the model's class. Rank 0 does, and all ranks get the result. Collective."""
     is_gpu = processes.device.type == "cuda"
-    traits = try_small(model, config, processes.device, is_gpu) if processes.is_main else None
+    traits = try_small(model, spec, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits)
     return shared
 
 
-def try_small(model: PretrainedConfig, config: Config, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
+def try_small(model: PretrainedConfig, spec: TrialSpec, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
     """Try a small causal language model of the model's class, and a small classifier if the task has one.
 
     Args:
         model: the model's config.
-        config: `task`, `training.max_length`, `distributed.context_parallel`, `model.trust_remote_code` are used.
+        spec: what is asked.
         device: where it is tried.
         for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
     """
-    trial = _trial(model, config, device)
-    if not config.task.is_causal:
-        needs_mask = why_mask_is_needed(trial, AUTO_CLASSES[config.task.name]) if for_gpu else None
+    trial = _trial(model, spec, device)
+    if not spec.task.is_causal:
+        needs_mask = why_mask_is_needed(trial, AUTO_CLASSES[spec.task.name]) if for_gpu else None
         return Traits(transform=None, why_not_by_starts=needs_mask, unreached=trial.unreached)
     by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
-    by_slices = trial.why_not_packed(BY_SLICES) if config.distributed.num_slices > 1 else None
+    by_slices = trial.why_not_packed(BY_SLICES) if spec.slices else None
     return Traits(trial.head_transform(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
 
 
-def sees_no_padding(config: Config, traits: Traits) -> bool:
+def sees_no_padding(task: TaskConfig, traits: Traits) -> bool:
     """Whether no token sees the padding at the end, so that attention needs no mask for it."""
-    return config.task.is_causal or traits.why_not_by_starts is None
+    return task.is_causal or traits.why_not_by_starts is None
 
 
 def check_causal(model: PretrainedConfig, traits: Traits) -> None:
@@ -116,59 +132,76 @@ def check_causal(model: PretrainedConfig, traits: Traits) -> None:
 
 
 def settle_packing(
-    config: Config, model: PretrainedConfig, attention: str, processes: Processes
-) -> tuple[Config, list[str]]:
-    """Decide `training.packing=auto`. Rank 0 does, and all ranks get the result. Collective.
+    wanted: bool | str, model: PretrainedConfig, spec: TrialSpec, attention: str, processes: Processes
+) -> tuple[bool, list[str]]:
+    """Decide whether rows are packed. Rank 0 does, and all ranks get the result. Collective.
+
+    Args:
+        wanted: `training.packing`: true, false or `auto`.
+        model: the model's config.
+        spec: what the small model is asked.
+        attention: the implementation of attention that was chosen.
+        processes: all ranks take part.
 
     Returns:
-        The settings with `training.packing` true or false, and notes for the log.
+        Whether they are, and notes for the log.
 
     Raises:
         ConfigError: the settings ask for packing, and the model's rows can't be packed.
     """
-    reason = why_not_packed(config, model, attention, processes.device) if processes.is_main else None
-    return decide_packing(config, model, processes.share(reason))
+    may_pack = wanted is not False and spec.task.is_causal
+    reason = None
+    if may_pack and processes.is_main:
+        reason = why_not_packed(model, spec, attention, device=processes.device)
+    return decide_packing(wanted, model, spec.task, processes.share(reason))
 
 
-def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) -> tuple[Config, list[str]]:
-    """Decide on packing, given why the model's rows can't be packed, or None if they can."""
-    wanted, name = config.training.packing, class_name(model)
+def decide_packing(
+    wanted: bool | str, model: PretrainedConfig, task: TaskConfig, reason: str | None
+) -> tuple[bool, list[str]]:
+    """Decide on packing, given why the model's rows can't be packed, or None if they can; as `settle_packing`."""
+    name = class_name(model)
     if wanted is True and reason is not None:
         fix = "Set training.packing=auto, which pads the rows of such a model."
-        raise ConfigError([problem_with(config, "training.packing", f"can't be used with {name}: {reason}.", fix)])
-    packs = wanted is not False and reason is None and config.task.is_causal
-    is_told = wanted == "auto" and reason is not None and config.task.is_causal
+        raise ConfigError([problem_about("training.packing", wanted, f"can't be used with {name}: {reason}.", fix)])
+    packs_rows = wanted is not False and reason is None and task.is_causal
+    is_told = wanted == "auto" and reason is not None and task.is_causal
     notes = [f"rows of {name} are padded: {reason}"] if is_told else []
-    return with_values(config, {"training.packing": packs}), notes
+    return packs_rows, notes
 
 
-def why_not_packed(config: Config, model: PretrainedConfig, attention: str, device: torch.device = CPU) -> str | None:
-    """Why rows can't be packed with a model; None if it keeps packed rows apart, or if nothing is to be packed.
+def why_not_packed(
+    model: PretrainedConfig,
+    spec: TrialSpec,
+    attention: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
+) -> str | None:
+    """Why rows can't be packed with a causal model; None if it keeps packed rows apart.
 
     Args:
-        config: `task`, `training` and `model.trust_remote_code` are used.
         model: the model's config. Of a multimodal model that of its text decoder counts.
+        spec: what the small model is asked.
         attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it;
             `auto` is what recent GPUs compute with.
+        dtype: the compute dtype, by which `auto` is chosen.
         device: where the model will run.
     """
-    if config.is_padded:
-        return None
-    trial = _trial(model, config, device)
-    if trial.num_positions is not None and trial.num_positions < config.training.max_length:
+    trial = _trial(model, spec, device)
+    if trial.num_positions is not None and trial.num_positions < spec.max_length:
         return (
             f"it has embeddings of {trial.num_positions:,} positions, and with the padding at its end a row may have "
-            f"training.max_length={config.training.max_length}"
+            f"training.max_length={spec.max_length}"
         )
     if attention == "auto":
-        dtype, by_starts = planned_dtype(config), trial.why_not_packed(BY_STARTS)
+        by_starts = trial.why_not_packed(BY_STARTS)
         attention = traced_attention("auto", model, dtype, is_causal=True, why_not_by_starts=by_starts)
     return trial.why_not_packed(_stand_in(attention))
 
 
-def planned_dtype(config: Config) -> torch.dtype:
-    """The compute dtype of a run on recent GPUs, of which no GPU is asked."""
-    return torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
+def planned_dtype(precision: Dtype) -> torch.dtype:
+    """The compute dtype of a run on recent GPUs, of which no GPU is asked, with this `training.precision`."""
+    return torch.float32 if precision is Dtype.float32 else torch.bfloat16
 
 
 def class_name(model: PretrainedConfig) -> str:
@@ -180,10 +213,11 @@ def class_name(model: PretrainedConfig) -> str:
 _TRIALS: dict[tuple[str, int, torch.device], RowTrial] = {}
 
 
-def _trial(model: PretrainedConfig, config: Config, device: torch.device) -> RowTrial:
+def _trial(model: PretrainedConfig, spec: TrialSpec, device: torch.device) -> RowTrial:
     """The trial of a model, made once in a process: on the CPU, or on the GPU if its recurrent kernels need that."""
-    text, trusted = model.get_text_config(), config.model.trust_remote_code
-    key, max_length = text.to_json_string(use_diff=False), config.training.max_length
+    text = model.get_text_config()
+    max_length, trusted = spec.max_length, spec.trust_remote_code
+    key = text.to_json_string(use_diff=False)
     if (key, max_length, CPU) not in _TRIALS:
         _TRIALS[key, max_length, CPU] = RowTrial(text, max_length, CPU, trusted)
     found = _TRIALS[key, max_length, CPU]

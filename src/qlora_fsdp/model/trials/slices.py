@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.common.layer_sizes import head_sizes
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, why_not_by_starts
 from qlora_fsdp.layers.attention.sliced import check_heads
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, register_stand_ins
@@ -25,8 +24,14 @@ FIX = "Set distributed.context_parallel=1."
 _BY_LONGEST = ("dynamic", "longrope")  # types of rotary embeddings whose factors follow from a batch's longest position
 
 
-def check_slices(model: PretrainedConfig, config: Config, traits: Traits) -> None:
+def check_slices(model: PretrainedConfig, num_slices: int, max_length: int, traits: Traits) -> None:
     """Refuse to let ranks share the sequences of a model that can't be computed in slices.
+
+    Args:
+        model: the model's config.
+        num_slices: ranks that are to share a sequence.
+        max_length: most tokens of a row.
+        traits: what a small model of its class has shown.
 
     Raises:
         ConfigError: its tokens meet outside attention, its heads can't be divided, or its positions depend on others.
@@ -34,14 +39,14 @@ def check_slices(model: PretrainedConfig, config: Config, traits: Traits) -> Non
     text = model.get_text_config()
     if traits.why_not_sliced is not None:
         reason = f"can't be used with {class_name(model)}, whose sequences can't be cut: {traits.why_not_sliced}."
-        raise ConfigError([problem_with(config, SETTING, reason, FIX)])
+        raise ConfigError([problem_about(SETTING, num_slices, reason, FIX)])
     for num_heads in {layer.num_heads for layer in head_sizes(text)}:
-        check_heads(num_heads, config.distributed.num_slices)
-    kind = _kind_by_longest(text, config.training.max_length)
+        check_heads(num_heads, num_slices)
+    kind = _kind_by_longest(text, max_length)
     if kind is not None:
         reason = f"can't be used with rope_type {kind}: a slice would take the factors of its own longest position."
         fix = f"Set {SETTING}=1, or training.max_length to what the model was trained on first."
-        raise ConfigError([problem_with(config, SETTING, reason, fix)])
+        raise ConfigError([problem_about(SETTING, num_slices, reason, fix)])
 
 
 def _kind_by_longest(text: PretrainedConfig, max_length: int) -> str | None:
@@ -56,7 +61,7 @@ def _kind_by_longest(text: PretrainedConfig, max_length: int) -> str | None:
 
 
 def whole_attention(
-    attention: str, slower: str | None, model: PretrainedConfig, config: Config, device: torch.device
+    attention: str, slower: str | None, model: PretrainedConfig, num_slices: int, device: torch.device
 ) -> str:
     """The attention that computes whole sequences where ranks share them: one that is told where rows start.
 
@@ -64,7 +69,7 @@ def whole_attention(
         attention: what `choose_attention` has chosen.
         slower: its note.
         model: the model's config.
-        config: the settings.
+        num_slices: ranks that share a sequence.
         device: where the model runs. On a CPU plain torch computes it, with matrices of all queries and keys.
 
     Raises:
@@ -77,4 +82,4 @@ def whole_attention(
         register_stand_ins()
         return BY_STARTS
     reason = f"needs attention that is told where rows start: {reason or f'{attention} is not'}."
-    raise ConfigError([problem_with(config, SETTING, reason, FIX)])
+    raise ConfigError([problem_about(SETTING, num_slices, reason, FIX)])

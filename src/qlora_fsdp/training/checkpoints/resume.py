@@ -11,7 +11,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.identity import find_changes, plain_settings
-from qlora_fsdp.config.schema import Config, Run, ShardingStrategy
+from qlora_fsdp.config.schema import CheckpointConfig, Config, Run, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, CHECKPOINTS, MANIFEST, checkpoint_folders, describe_attempt, step_of
@@ -50,6 +50,13 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             fix = "Set checkpoint.resume=auto, the default, to go on from the newest in run.folder."
         raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
     return read_manifest(folder)
+
+
+def resumed_run(settings: CheckpointConfig) -> Path | None:
+    """The folder of the run whose checkpoint `checkpoint.resume` names; None if it names none."""
+    if settings.resume in ("auto", "none"):
+        return None
+    return Path(settings.resume).expanduser().resolve().parents[1]  # run/checkpoints/step
 
 
 def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
