@@ -114,7 +114,7 @@ def _for_servers(adapter: Path, summary: Mapping[str, Any], trusts_code: bool) -
     given = f"adapter={shlex.quote(str(adapter))}{trust(trusts_code)}"
     out = shlex.quote(str(adapter.with_name("for-vllm")))
     return [
-        f"Note: the adapter is for PEFT. vLLM does not apply it as it is, because {reason}. For vLLM:",
+        f"Note: the adapter is for PEFT. For vLLM it has to be written once more, because {reason}:",
         f"  qlora-fsdp merge {given} out={out} write=adapter",
     ]
 

@@ -199,7 +199,7 @@ def _serving(facts: CardFacts) -> list[str]:
     start = f"vllm serve {facts.base or LOCAL_BASE} --enable-lora --max-lora-rank {rank} \\\n  --lora-modules adapter="
     if facts.needs_export is not None:
         why = (
-            f"This folder is for PEFT. vLLM does not apply its layers as they are, because {facts.needs_export}; "
+            f"This folder is for PEFT. vLLM wants its layers in another form, because {facts.needs_export}; "
             "qlora-fsdp merge write=adapter writes them for vLLM, in which the adapter is then a model of the name "
             "`adapter`:"
         )

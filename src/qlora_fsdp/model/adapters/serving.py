@@ -4,7 +4,8 @@ PEFT calls a layer by the name of its module in transformers' class. vLLM reads 
 base's files (`hf_to_vllm_mapper` of its classes renames both), so it calls a layer by the name of its weight there. For
 most models both names are one. They differ where transformers renames tensors while it loads them: where a class has
 only the text part of a checkpoint (Qwen 3.5, Llama 4), or the files are in an older form. vLLM passes over keys that it
-does not know without a word, and answers as the base does.
+does not know without a word, and answers as the base does. Some of its classes know two forms (Gemma 3's), which is
+written nowhere but there; the files' names are known to all.
 
 So an adapter's folder has the names that PEFT needs, and `merge write=adapter` writes those of the files. Both follow
 from what fills the base's weights (`MetaModel.assignments`), not from a list of models.
@@ -124,7 +125,7 @@ def find_serving(model: nn.Module, assignments: Sequence[Assignment], settings: 
     renamed = find_renamed(model, stored)
     if renamed:
         name, other = next(iter(renamed.items()))
-        return Serving(export=f"the base's files have other names for its layers ({other} for {name})")
+        return Serving(export=f"the base's files, by which vLLM knows layers, have other names ({other} for {name})")
     return Serving()
 
 
