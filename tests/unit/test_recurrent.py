@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -24,6 +25,7 @@ from qlora_fsdp.layers.kernels.triton_delta_rule import Chunks
 from qlora_fsdp.layers.recurrent import replace
 from qlora_fsdp.layers.recurrent.convolution import short_convolution
 from qlora_fsdp.layers.recurrent.delta_rule import gated_delta_rule
+from qlora_fsdp.layers.recurrent.gated_norm import use_gated_norm
 
 stock_rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
 # Where rows end: inside chunks of 64 and at their bounds; rows of one token, of a chunk, and over several chunks.
@@ -176,3 +178,17 @@ def test_what_computes_something_else_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", other)
     with replace.replaced_functions(Layer(modeling_lfm2.__name__)):
         assert modeling_lfm2.causal_conv1d_fn is other
+
+
+def test_which_norms_are_gated():
+    """Norms without a gate or without a weight (Gemma 4's of values, as Liger has them) stay as they are."""
+    without_weight = Gemma4RMSNorm(40, with_scale=False)
+    without_weight.register_parameter("weight", None)
+    without_weight.variance_epsilon = 1e-6
+    gated = modeling_qwen3_5.Qwen3_5RMSNormGated(40).requires_grad_(False)
+    others = [modeling_qwen3_5.Qwen3_5RMSNorm(40).requires_grad_(False), without_weight]
+    others.append(modeling_qwen3_5.Qwen3_5RMSNormGated(40))  # it is trained
+    for norm in (gated, *others):
+        use_gated_norm(norm)
+    assert "forward" in vars(gated)
+    assert not any("forward" in vars(norm) for norm in others)

@@ -21,7 +21,8 @@ _proven: dict[Any, bool] = {}
 def use_gated_norm(module: nn.Module) -> None:
     """Let a frozen gated norm be computed by one kernel where there is a GPU. Other modules stay as they are."""
     eps = getattr(module, "variance_epsilon", None)
-    has_only_a_weight = list(module._parameters) == ["weight"] and not module._modules
+    weight = module._parameters.get("weight")
+    has_only_a_weight = weight is not None and len(module._parameters) == 1 and not module._modules
     if not has_only_a_weight or not isinstance(eps, float) or module.weight.requires_grad:
         return
     key = facts(module)
