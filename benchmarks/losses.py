@@ -30,9 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-PLAIN = [f"kernels.{name}=torch" for name in ("rms_norm", "rotary", "glu", "cross_entropy")] + [
-    "kernels.fuse_layers=false"
-]
+PLAIN = ["kernels.liger=false", "kernels.cross_entropy=torch", "kernels.fuse_layers=false"]
 SIDES = {
     "plain": PLAIN,
     "plain-halved": [*PLAIN, "training.micro_batch_size=2"],

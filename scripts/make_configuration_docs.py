@@ -133,7 +133,8 @@ def type_text(setting: Setting) -> str:
     text = " ".join(f"`{choice}`" for choice in setting.choices) if setting.choices else setting.expected
     text = text.removesuffix(" or null")
     if setting.bounds is not None:  # of the others' types, only `Any` takes a number too
-        text = f"{text}, {setting.bounds}" if setting.type in (int, float) else f"`auto` or a number {setting.bounds}"
+        words = " ".join(f"`{word}`" for word in setting.facets.words if word is not None)
+        text = f"{words} or a number {setting.bounds}" if words else f"{text}, {setting.bounds}"
     or_null = " or `null`" if setting.bounds is None else ", or `null`"
     return text + (or_null if setting.is_optional else "")
 

@@ -64,8 +64,6 @@ def draw(rng: random.Random, num_ranks: int, family: str, is_tied: bool) -> list
     is_4bit, has_int8_ends = quant in ("nf4", "fp4"), not is_tied and rng.random() < 0.3
     micro_batch_size = rng.choice([1, 1, 2, 3])
     found = [f"quant={quant}", f"lora.r={rng.choice([1, 3, 8, 16])}", f"lora.lora_alpha={rng.choice([4, 16, 33])}"]
-    if quant != "none":
-        found += some(0.6, *(f"quant.bnb_4bit_quant_storage={kind}" for kind in ("bfloat16", "float32", "uint8")))
     if is_4bit:
         found += some(0.5, "quant.bnb_4bit_use_double_quant=false")
         found += some(0.3, *(f"quant.llm_int8_skip_modules=[lm_head,{name}]" for name in ("o_proj", "layers.0")))
@@ -87,8 +85,7 @@ def draw(rng: random.Random, num_ranks: int, family: str, is_tied: bool) -> list
     if num_ranks == 4:
         found += some(0.2, "fsdp=hybrid_shard fsdp.hybrid_shard_size=2")
     found += some(0.4, "fsdp.reshard_after_forward=true", "fsdp.reshard_after_forward=false", "fsdp.cpu_offload=true")
-    found += some(0.4, "fsdp.forward_prefetch=3", "fsdp.backward_prefetch=2")
-    names = ("none", "selective", "attention", "every_k", "full", "offload_attention", "offload")
+    names = ("none", "selective", "attention", "half", "full", "offload_attention", "offload")
     found += some(0.9, *(f"memory.activations={name}" for name in names))
     found += some(0.3, "kernels.fuse_layers=false") + some(0.2, "data.eval_fraction=0.1 training.eval_every_steps=2")
     found += some(0.3, "optim.weight_decay=0.1") + some(0.3, "optim.max_grad_norm=0.1") + some(0.2, "data.loss_on=all")

@@ -25,9 +25,9 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
         ["model.layers.0.mlp.gate_proj.weight: [128, 64] in the file, [192, 64] by the config", "model.path"],
         {},
     ),
-    "storage dtype": (
+    "former setting": (
         ["quant.bnb_4bit_quant_storage=float16"],
-        ["quant.bnb_4bit_quant_storage=float16", "does not fit the compute dtype", "Set quant.bnb_4bit_quant_storage="],
+        ["quant.bnb_4bit_quant_storage=float16 is no setting any more", "Leave it out"],
         {},
     ),
     "pissa": (["lora.init_lora_weights=pissa"], ["lora.init_lora_weights=pissa", "packed", "Set lora.init_lora"], {}),

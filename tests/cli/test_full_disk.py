@@ -94,7 +94,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_is_really_full(tmp_path: Path, disk: Path) -> None:
     run = disk / "run"
-    command = ForkedLaunch(tmp_path, 1, *LONG_RUN, f"run.folder={run}", "tracking.tensorboard=true")
+    command = ForkedLaunch(tmp_path, 1, *LONG_RUN, f"run.folder={run}", "tracking=tensorboard")
     command.run_folder = run
     command.wait_for_steps()
     for times in (1, 2):

@@ -198,8 +198,8 @@ def test_where_the_number_of_tokens_comes_from(tmp_path: Path):
     assert count(both)[0] == 2 * 8e6 * 4 / 3 / 4
     assert count(both, data)[0] == count(both)[0], "training refuses both"
     assert count(both, "data.mix_until=shortest")[0] == 2 * 2e6 * 4 / 4
-    mix = [f"data.mix={{{tmp_path}/rows.jsonl: 1}}", "data.mix_until=tokens", "data.mix_tokens=3000"]
-    assert count(*mix) == (6000, "data.mix_tokens=3000")
+    mix = [f"data.mix={{{tmp_path}/rows.jsonl: 1}}", "data.mix_until=3000"]
+    assert count(*mix) == (6000, "data.mix_until=3000")
 
 
 def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

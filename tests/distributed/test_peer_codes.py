@@ -32,7 +32,6 @@ KINDS: dict[str, tuple[list[str], int, int]] = {
     "FULL_SHARD": ([], 2, 1),
     "SHARD_GRAD_OP": (["fsdp.sharding_strategy=SHARD_GRAD_OP"], 4, 1),
     "recomputed": (["memory=recompute"], 2, 1),
-    "two layers ahead": (["fsdp.forward_prefetch=2"], 3, 1),
     "int8": (["quant=int8"], 2, 1),
     "int8 embeddings": (["quant.embeddings=int8", "fsdp.reshard_after_forward=false"], 4, 2),
 }

@@ -55,7 +55,7 @@ CASES = {
     "embeddings and head trained": ["lora.modules_to_save=[lm_head,embed_tokens]"],
     "int8": ["quant=int8"],
     "8-bit optimizer": ["optim=adamw_8bit"],
-    "torch's kernels": ["kernels.fuse_layers=false", "kernels.cross_entropy=torch", "kernels.rms_norm=torch"],
+    "torch's kernels": ["kernels.fuse_layers=false", "kernels.cross_entropy=torch", "kernels.liger=false"],
     "Triton dequantizes": ["kernels.dequantize=triton"],
     "experts": [],
     "dpo": PAIRS,

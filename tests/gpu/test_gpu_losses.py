@@ -41,9 +41,7 @@ SAME_NUMBERS = {
     "NO_SHARD": ["fsdp.sharding_strategy=NO_SHARD"],
     "HYBRID_SHARD": ["fsdp.sharding_strategy=HYBRID_SHARD", f"fsdp.hybrid_shard_size={2 - NUM_RANKS % 2}"],
     "cpu_offload": ["fsdp.cpu_offload=true"],
-    "prefetch": ["fsdp.forward_prefetch=2", "fsdp.backward_prefetch=2"],
     "activations kept": ["memory.activations=none"],
-    "storage float32": ["quant.bnb_4bit_quant_storage=float32"],
     "sdpa": ["model.attn_implementation=sdpa"],
 }
 

@@ -21,7 +21,6 @@ CASES: dict[str, list[str]] = {
     "kept": ["fsdp.reshard_after_forward=false"],
     "launched": ["fsdp.reshard_after_forward=true", "compute.cuda_graph=false"],
     "HYBRID_SHARD": ["fsdp.sharding_strategy=HYBRID_SHARD", "fsdp.reshard_after_forward=true"],
-    "two layers ahead": ["fsdp.reshard_after_forward=true", "fsdp.forward_prefetch=2", "fsdp.backward_prefetch=2"],
     "recomputed": ["fsdp.reshard_after_forward=true", "memory=recompute"],
     "int8": ["fsdp.reshard_after_forward=true", "quant=int8"],
     "int8 embeddings": ["fsdp.reshard_after_forward=true", "quant.embeddings=int8"],

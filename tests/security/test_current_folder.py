@@ -123,7 +123,7 @@ def test_nothing_of_a_run_opens_settings_in_the_current_folder(downloaded: Path,
         (site / f"{library}.py").write_text(PRESENT.format(note=str(tmp_path / f"imported {library}")))
     environment = child_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
-    trackers = ["tracking.wandb=offline", "tracking.tensorboard=true", "launch.num_processes=2"]
+    trackers = ["tracking.report_to=[wandb,tensorboard]", "tracking.wandb_mode=offline", "launch.num_processes=2"]
     code, printed = train(downloaded, *trackers, **environment)
     assert code == 0, printed
     assert json.loads((downloaded / "run" / "summary.json").read_text())["status"] == "finished"

@@ -93,7 +93,7 @@ def test_a_job_does_not_print_through_a_link(tmp_path: Path, capsys: pytest.Capt
     [
         ("slurm.partition='main\n#SBATCH --wrap=x'", "slurm.partition=main?#SBATCH --wrap=x has a line break"),
         ("slurm.options=['--qos=a\r\nid']", "slurm.options=--qos=a??id has a line break"),
-        ("slurm.modules=['a\x1bb']", "slurm.modules=a?b has a line break"),
+        ("slurm.account='a\x1bb'", "slurm.account=a?b has a line break"),
         ("run.folder='a\ntouch ran-1'", "touch ran-1 has a line break"),
     ],
 )

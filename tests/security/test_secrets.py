@@ -28,7 +28,8 @@ def test_no_file_of_a_finished_run_holds_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "keyed.yaml").write_text(EXPERIMENT)
-    settings = ["model=tiny", "data=random", "training.max_steps=2", "training.max_length=16", "tracking.wandb=offline"]
+    settings = ["model=tiny", "data=random", "training.max_steps=2", "training.max_length=16"]
+    settings += ["tracking=wandb", "tracking.wandb_mode=offline"]
     assert main(["--config-dir", "conf", "experiment=keyed", *settings]) == 0
     run = tmp_path / "outputs" / "keyed"
     files = [file for file in run.rglob("*") if file.is_file()]

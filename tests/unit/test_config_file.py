@@ -51,12 +51,12 @@ class TestFile:
         assert load_config(["--config=my.yaml", "lora.r=8"]) == config
 
     def test_an_option_that_is_typed_wins_over_what_the_file_says_of_it(self, mine: Path) -> None:
-        mine.write_text(MINE + "quant: {bnb_4bit_quant_type: fp4, embeddings: int8}\ntracking: {wandb: offline}\n")
+        mine.write_text(MINE + "quant: {bnb_4bit_quant_type: fp4, embeddings: int8}\ntracking: {report_to: [mlflow]}\n")
         file = ["--config", "my.yaml"]
         config = load_config([*file, "optim=adamw_8bit", "quant=int8", "tracking=none", "model=llama3-8b"])
         assert (config.optim.name, config.optim.lr_scheduler_type) == (Optimizer.adamw_8bit, LrScheduler.constant)
         assert (config.quant.load_in_8bit, config.quant.embeddings.value) == (True, "none")
-        assert (config.tracking.wandb.value, config.model.name) == ("disabled", "llama3-8b")
+        assert (config.tracking.report_to, config.model.name) == ([], "llama3-8b")
 
     def test_the_file_wins_over_the_experiment_that_it_picks(self, mine: Path) -> None:
         mine.write_text(MINE + "experiment: qlora_paper\n")

@@ -37,8 +37,6 @@ from qlora_fsdp.config.schema import (
     DataConfig,
     DataFormat,
     LossOn,
-    MixBy,
-    MixUntil,
     ModelConfig,
     TrainingConfig,
 )
@@ -821,15 +819,15 @@ def test_a_mix_until_the_shortest_repeats_no_row(tmp_path, run):
     few = write_lines(tmp_path / "few.jsonl", *({"text": f"few {i}"} for i in range(10)))
     many = write_lines(tmp_path / "many.jsonl", *({"text": f"many {i}"} for i in range(40)))
     mix = {str(few): 2, str(many): 1}
-    prepared = run(None, mix=mix, mix_until=MixUntil.shortest)
+    prepared = run(None, mix=mix, mix_until="shortest")
     found = texts(prepared.train)
     assert [sum(text.startswith(name) for text in found) for name in ("few", "many")] == [10, 5]
     assert len(set(found)) == 15
     first, second = prepared.report.mix
     assert f"mix: {few}: 10 rows once, 66.7% of the rows" in str(first)
     assert f"mix: {many}: 5 of 40 rows once, 33.3% of the rows" in str(second)
-    assert texts(run(None, mix=mix, mix_until=MixUntil.shortest).train) == found
-    assert texts(run(None, mix=mix, mix_until=MixUntil.shortest, seed=1).train) != found
+    assert texts(run(None, mix=mix, mix_until="shortest").train) == found
+    assert texts(run(None, mix=mix, mix_until="shortest", seed=1).train) != found
 
 
 def test_data_sets_of_a_mix_may_have_a_template_and_a_form_of_their_own(tmp_path, run):
@@ -842,22 +840,12 @@ def test_data_sets_of_a_mix_may_have_a_template_and_a_form_of_their_own(tmp_path
     assert len(found) == 3 and {"u:q;a:a;", "t"} < set(found) and any("### Instruction" in text for text in found)
 
 
-def test_weights_of_a_mix_may_be_shares_of_tokens(tmp_path, run):
-    short = write_lines(tmp_path / "short.jsonl", *({"text": f"{i:08}"} for i in range(100)))
-    long = write_lines(tmp_path / "long.jsonl", *({"text": f"{i:048}"} for i in range(20)))
-    prepared = run(None, mix={str(short): 1, str(long): 1}, mix_by=MixBy.tokens)
-    assert [round(part.token_share, 2) for part in prepared.report.mix] == [0.5, 0.5]
-    assert [part.num_used_rows for part in prepared.report.mix] == [100, 20]  # 10 and 50 tokens a row
-
-
-@pytest.mark.parametrize("by", MixBy)
-def test_a_mix_of_so_many_tokens_repeats_some_rows_and_leaves_others_out(tmp_path, run, by):
+def test_a_mix_of_so_many_tokens_repeats_some_rows_and_leaves_others_out(tmp_path, run):
     short = write_lines(tmp_path / "short.jsonl", *({"text": f"{i:08}"} for i in range(100)))  # 10 tokens a row
     long = write_lines(tmp_path / "long.jsonl", *({"text": f"{i:048}"} for i in range(20)))  # 50
-    mix = {str(short): 1, str(long): 1}
-    prepared = run(None, mix=mix, mix_until=MixUntil.tokens, mix_tokens=3000, mix_by=by)
+    prepared = run(None, mix={str(short): 1, str(long): 1}, mix_until=3000)
     assert prepared.report.num_tokens == 3000
-    assert [part.num_used_rows for part in prepared.report.mix] == ([50, 50] if by is MixBy.rows else [150, 30])
+    assert [part.num_used_rows for part in prepared.report.mix] == [50, 50]
     assert [part.num_rows for part in prepared.report.mix] == [100, 20]
 
 
@@ -896,16 +884,15 @@ def test_one_file_may_be_trained_on_and_held_out_by_slices(tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    ("weights", "more", "fix"),
-    [((1, 1e-9), {}, "data.mix_until=shortest"), ((1, 1), {"mix_tokens": 10**13}, "a smaller data.mix_tokens")],
+    ("weights", "until", "fix"),
+    [((1, 1e-9), "longest", "data.mix_until=shortest"), ((1, 1), 10**13, "a smaller data.mix_until")],
 )
-def test_an_epoch_of_a_mix_that_no_memory_holds_is_refused(tmp_path, run, weights, more, fix):
+def test_an_epoch_of_a_mix_that_no_memory_holds_is_refused(tmp_path, run, weights, until, fix):
     paths = [write_lines(tmp_path / f"{name}.jsonl", {"text": name}, {"text": 2 * name}) for name in "ab"]
     mix = {str(path): weight for path, weight in zip(paths, weights, strict=True)}
-    until = MixUntil.tokens if more else MixUntil.longest
     told = rf"gives an epoch [0-9,]+ rows, .*\.jsonl [0-9,]+ times, .* or {re.escape(fix)}\."
     with pytest.raises(DataError, match=told):
-        run(None, mix=mix, mix_until=until, **more)
+        run(None, mix=mix, mix_until=until)
 
 
 def test_the_name_of_a_split_is_not_asked_of_other_files(tmp_path, run):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 
 import pytest
 
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config import schema, settings
+from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, Files, Owner, Run
 from qlora_fsdp.config.schema.facets import ALWAYS, Facets, setting, when
+from qlora_fsdp.config.schema.former import FORMER
 from qlora_fsdp.config.settings import all_settings, other_names
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
@@ -97,4 +101,26 @@ def test_texts_name_settings_that_are_there(file: Path) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             named |= {node.value} if WHOLE.fullmatch(node.value) else set()
             named |= set(ASSIGNED.findall(node.value))
-    assert named - set(all_settings()) - OTHERS == set()
+    former = set(FORMER) if file.stem == "former" else set()
+    assert named - set(all_settings()) - OTHERS - former == set()
+
+
+@pytest.mark.parametrize("key", FORMER)
+def test_a_former_name_is_told_what_stands_in_its_place(key: str, tmp_path: Path) -> None:
+    former = FORMER[key]
+    assert key not in all_settings()
+    value = "3" if former.default != 3 else "4"
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{key}={value}"])
+    assert f"{key}={value} is no setting any more. {former.instead}" in str(caught.value)
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps({key: former.default}))  # as a run of an earlier version wrote it
+    load_config(["--config", str(file)])
+    file.write_text(json.dumps({key: 3}))
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}=3 is no setting any more\."):
+        load_config(["--config", str(file)])
+
+
+def test_a_former_value_is_told_what_it_is_called_now() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.activations=every_k must be .* Set memory\.activations=half\."):
+        load_config(["memory.activations=every_k"])

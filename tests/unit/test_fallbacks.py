@@ -116,8 +116,8 @@ def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(witho
 
 def test_liger_needs_triton(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None if name == "triton" else object())
-    config = settings("kernels.rms_norm=liger").kernels
-    with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: Triton is not installed"):
+    config = settings("kernels.liger=true").kernels
+    with pytest.raises(ConfigError, match=r"kernels\.liger=true can't be used: Triton is not installed"):
         liger.use_fused_kernels(config, LlamaConfig(), GPU)
     assert liger.use_fused_kernels(settings().kernels, LlamaConfig(), GPU) == []
 
@@ -146,8 +146,8 @@ def test_liger_does_not_know_this_transformers(monkeypatch):
     monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "llama", fail)
     assert liger.use_fused_kernels(settings().kernels, LlamaConfig(), GPU) == []
     assert modeling_llama.LlamaRMSNorm is stock_norm
-    with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: .* llama .* name 'LigerOutput'"):
-        liger.use_fused_kernels(settings("kernels.rms_norm=liger").kernels, LlamaConfig(), GPU)
+    with pytest.raises(ConfigError, match=r"kernels\.liger=true can't be used: .* llama .* name 'LigerOutput'"):
+        liger.use_fused_kernels(settings("kernels.liger=true").kernels, LlamaConfig(), GPU)
 
 
 @pytest.mark.parametrize("config", [Glm4Config(), Olmo2Config(), GptOssConfig()], ids=lambda config: config.model_type)

@@ -1002,7 +1002,7 @@ def test_models_without_a_plan():
 def test_every_policy_can_be_planned(activations: Activations):
     found = decide_for(machine(100), f"memory.activations={activations.name}")
     assert len(found.policies) == 80 and found.plan is not None
-    if activations is Activations.every_k:
+    if activations is Activations.half:
         assert found.policies.count(Policy.full) == 40 and found.policies[0] is Policy.full
 
 

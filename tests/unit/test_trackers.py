@@ -62,7 +62,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 
 
 def test_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, wandb: Wandb):
-    config = load_config(["tracking.wandb=offline", "run.name=mine"])
+    config = load_config(["tracking=wandb", "tracking.wandb_mode=offline", "run.name=mine"])
     for first_step in (0, 7, 9, 0):
         Journal(tmp_path, config, 10, is_main=True, first_step=first_step).close({})
     ids = [options["id"] for options in wandb.started]
@@ -72,7 +72,12 @@ def test_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, wandb: Wandb)
 
 
 def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb: Wandb):
-    journal = Journal(tmp_path, load_config(["tracking.wandb=offline", "tracking.log_adapter=true"]), 10, is_main=True)
+    journal = Journal(
+        tmp_path,
+        load_config(["tracking=wandb", "tracking.wandb_mode=offline", "tracking.log_adapter=true"]),
+        10,
+        is_main=True,
+    )
     journal.evaluation(4, 1.5, {}, 0.1)
     journal.generations(4, [ROW])
     journal.checkpoint(2, tmp_path, 0.1, 3.0)  # it was written while steps 3 and 4 were done
@@ -84,7 +89,7 @@ def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb
 
 def test_a_run_does_not_end_with_its_trackers(tmp_path: Path, wandb: Wandb, caplog: pytest.LogCaptureFixture):
     """W&B can't be reached at the start, so it is told offline; later its process is gone."""
-    journal = Journal(tmp_path, load_config(["tracking.wandb=online"]), 10, is_main=True)
+    journal = Journal(tmp_path, load_config(["tracking=wandb", "tracking.wandb_mode=online"]), 10, is_main=True)
     assert [options["mode"] for options in wandb.started] == ["offline"]
     assert "W&B can't be reached: no such host. It goes on offline; to send it later: wandb sync " in caplog.text
     journal.evaluation(4, 1.5, {}, 0.1)
@@ -133,12 +138,14 @@ def test_names_as_in_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "needs the package mlflow, which is not installed. Run pip install mlflow, or set tracking=none."
     )
     (problem,) = complaints("tracking=tensorboard")
-    assert problem.startswith("tracking.tensorboard=true needs the package tensorboard")
+    assert problem.startswith("tracking.report_to=[tensorboard] needs the package tensorboard")
     monkeypatch.setattr("qlora_fsdp.config.trackers.find_spec", lambda name: name)
-    (problem,) = complaints("tracking.wandb=online")
-    assert problem.startswith("tracking.wandb=online needs a key, and W&B has none here. Run `wandb login`")
-    assert "tracking.wandb=offline" in problem
-    assert complaints("tracking.wandb=offline", "tracking.report_to=[trackio,mlflow,tensorboard]") == []
+    (problem,) = complaints("tracking=wandb", "tracking.wandb_mode=online")
+    assert problem.startswith("tracking.wandb_mode=online needs a key, and W&B has none here. Run `wandb login`")
+    assert "tracking.wandb_mode=offline" in problem
+    assert complaints("tracking.wandb_mode=offline", "tracking.report_to=[trackio,wandb,tensorboard]") == []
+    (problem,) = complaints("tracking.wandb_mode=offline")
+    assert problem.startswith("tracking.wandb_mode=offline has no effect: tracking.report_to does not name W&B. Set")
 
 
 def test_where_wandb_finds_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -147,7 +154,7 @@ def test_where_wandb_finds_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         monkeypatch.delenv(name, raising=False)
     config = load_config(["tracking=wandb"])
     note_missing_key(config)
-    assert "W&B gets nothing of this run" in caplog.text and "tracking.wandb=offline" in caplog.text
+    assert "W&B gets nothing of this run" in caplog.text and "tracking.wandb_mode=offline" in caplog.text
     (tmp_path / ".netrc").write_text("machine wandb.example.org login user password secret\n")
     assert wandb_mode(config).value == "disabled"
     (tmp_path / ".config" / "wandb").mkdir(parents=True)

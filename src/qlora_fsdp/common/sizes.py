@@ -63,3 +63,6 @@ def num_lengths(max_length: int) -> int:
     while length < max_length:
         length, number = round_length(length + 1, max_length), number + 1
     return number
+
+
+NUM_AHEAD = 1  # layers that FSDP gathers ahead of the one that runs, in forward and in backward

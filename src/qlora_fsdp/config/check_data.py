@@ -11,7 +11,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
 from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
-from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, MixUntil, TaskName
+from qlora_fsdp.config.schema import CHAT_TEMPLATES, Config, DataConfig, DataFormat, TaskName
 from qlora_fsdp.config.settings import all_settings, is_default, problem_with, several_data_sets, show, value_of
 
 # What data.columns can rename: the keys that data/columns.py and data/labels.py look for.
@@ -187,17 +187,10 @@ def mix_problems(config: Config) -> Iterator[Problem]:
 def _mix(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.mix:
-        for key in ("data.mix_until", "data.mix_by", "data.mix_tokens"):
-            if not is_default(config, key):
-                fix = f"Set data.mix={{a.jsonl: 3, b.jsonl: 1}} too, or leave {key} out."
-                yield problem_with(config, key, "has no effect on one data set.", fix)
+        if not is_default(config, "data.mix_until"):
+            fix = "Set data.mix={a.jsonl: 3, b.jsonl: 1} too, or leave data.mix_until out."
+            yield problem_with(config, "data.mix_until", "has no effect on one data set.", fix)
         return
-    if data.mix_until is MixUntil.tokens and data.mix_tokens is None:
-        fix = "Set data.mix_tokens=2000000000, or data.mix_until=longest."
-        yield problem_with(config, "data.mix_until", "needs the number of tokens.", fix)
-    if data.mix_until is not MixUntil.tokens and data.mix_tokens is not None:
-        reason = f"has no effect with {show('data.mix_until', data.mix_until)}."
-        yield problem_with(config, "data.mix_tokens", reason, "Set data.mix_until=tokens too, or leave it out.")
     if data.path is not None:
         fix = "Set one of them: data.mix has the paths of all its data sets."
         yield problem_with(config, "data.path", f"contradicts {show('data.mix', data.mix)}.", fix)
@@ -239,10 +232,9 @@ def _streaming(config: Config) -> Iterator[Problem]:
     if "[" in data.split:
         reason = "counts rows, and with data.streaming=true nobody knows how many there are."
         yield problem_with(config, "data.split", reason, "Set it to the name of a split.")
-    for key in ("data.mix_until", "data.mix_by", "data.mix_tokens"):
-        if not is_default(config, key):
-            reason = "needs the lengths of all data sets, and with data.streaming=true these are not known."
-            yield problem_with(config, key, reason, "Leave it out.")
+    if not is_default(config, "data.mix_until"):
+        reason = "needs the lengths of all data sets, and with data.streaming=true these are not known."
+        yield problem_with(config, "data.mix_until", reason, "Leave it out.")
     if data.format is DataFormat.random:
         yield problem_with(config, "data.streaming", "has no effect with data.format=random.", "Leave it out.")
     if config.task.name is not TaskName.causal_lm:

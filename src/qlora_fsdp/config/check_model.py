@@ -10,7 +10,7 @@ from typing import Any
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.text import is_number
-from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, QuantStorage, Weights
+from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, Weights
 from qlora_fsdp.config.settings import example_of, problem_about, problem_with, show, value_of
 
 NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
@@ -147,18 +147,13 @@ def _quant(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "quant.load_in_8bit", "contradicts quant.load_in_4bit=true.", fix)
     if not quant.load_in_4bit:
         return
-    compute, storage = quant.bnb_4bit_compute_dtype, quant.bnb_4bit_quant_storage
+    compute = quant.bnb_4bit_compute_dtype
     if compute is Dtype.float16:
         yield problem_with(config, "quant.bnb_4bit_compute_dtype", NO_FLOAT16, "Set quant.bnb_4bit_compute_dtype=auto.")
     elif Dtype.auto not in (compute, precision) and compute is not precision:
         reason = f"contradicts {show('training.precision', precision)}: products and activations have one dtype."
         fix = "Set only training.precision, which quant.bnb_4bit_compute_dtype=auto follows."
         yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, fix)
-    elif storage is QuantStorage.float16:
-        reason = "does not fit the compute dtype: codes are stored as bytes or in a dtype that is computed in, as PEFT"
-        reason += " and transformers ask, and that is bfloat16 or float32 here."
-        fix = "Set quant.bnb_4bit_quant_storage=auto."
-        yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, fix)
 
 
 def _embeddings(config: Config) -> Iterator[Problem]:

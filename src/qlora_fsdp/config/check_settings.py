@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import is_repo_name
-from qlora_fsdp.common.text import plural
+from qlora_fsdp.common.text import is_whole, plural
 from qlora_fsdp.config.batch_size import nearest_batch, round_default, sequences_at_once
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
@@ -24,7 +24,6 @@ from qlora_fsdp.config.schema import (
     Config,
     Dtype,
     MatmulKind,
-    QuantStorage,
     ShardingStrategy,
     When,
 )
@@ -84,6 +83,8 @@ def _check_facets(config: Config) -> Iterator[Problem]:
         if setting.facets.values and not any(
             value == each and type(value) is type(each) for each in setting.facets.values
         ):
+            yield wrong_type(key, value)
+        if setting.facets.words and value not in setting.facets.words and not is_whole(value):
             yield wrong_type(key, value)
         if bounds is not None and isinstance(value, (int, float)) and not bounds.allow(value):
             fix = f"Set {show(key, setting.default)}, the default, or another number in this range."
@@ -162,17 +163,12 @@ def _check_shard_groups(config: Config, world: World) -> Iterator[Problem]:
 
 
 def _check_device(config: Config, world: World) -> Iterator[Problem]:
-    version = ".".join(map(str, world.torch_version))
     if config.training.precision is Dtype.bfloat16 and not world.has_bf16:
         reason = f"can't be used: this {'GPU' if world.device_type == 'cuda' else 'CPU'} does not compute in bfloat16."
         yield problem_with(config, "training.precision", reason, "Set training.precision=float32, or auto.")
     if config.compute.matmul is MatmulKind.fp8 and not world.has_fp8:
         reason = "can't be used: only Ada, Hopper and later GPUs multiply in fp8."
         yield problem_with(config, "compute.matmul", reason, "Set compute=dequantized.")
-    storage = config.quant.bnb_4bit_quant_storage
-    if config.quant.load_in_4bit and storage is QuantStorage.uint8 and world.torch_version < (2, 13):
-        reason = f"can't be sharded: FSDP2 of torch {version} takes floating-point parameters only, before 2.13."
-        yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, "Set quant.bnb_4bit_quant_storage=auto.")
     if config.model.attn_implementation.is_for_gpus and world.device_type == "cpu":
         fix = "Set model.attn_implementation=auto."
         yield problem_with(config, "model.attn_implementation", "runs on GPUs only.", fix)

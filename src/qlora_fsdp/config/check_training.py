@@ -10,7 +10,6 @@ from qlora_fsdp.common.text import is_whole
 from qlora_fsdp.config.accelerate_file import check_accelerate_file
 from qlora_fsdp.config.check_model import NO_FLOAT16
 from qlora_fsdp.config.schema import (
-    Activations,
     Config,
     DataFormat,
     Dtype,
@@ -18,7 +17,7 @@ from qlora_fsdp.config.schema import (
     ShardingStrategy,
     TaskName,
 )
-from qlora_fsdp.config.settings import all_settings, is_default, nearest_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
 
 _SLURM_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
@@ -45,18 +44,10 @@ def _fsdp(config: Config) -> Iterator[Problem]:
 
 def _memory(config: Config) -> Iterator[Problem]:
     memory = config.memory
-    if memory.activations is Activations.every_k and memory.every_k < 2:
-        reason = "must be at least 2: 1 is every layer."
-        yield problem_with(config, "memory.every_k", reason, "Set memory.every_k=2, or memory.activations=full.")
-    if memory.activations is not Activations.every_k and not is_default(config, "memory.every_k"):
-        reason = f"has no effect with {show('memory.activations', memory.activations)}."
-        yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
-    tile = memory.tile_tokens
-    if tile not in ("auto", None) and not is_whole(tile):
-        fix = "Set memory.tile_tokens=auto, the default."
-        yield problem_with(config, "memory.tile_tokens", "must be a whole number, auto or null.", fix)
-    elif tile not in ("auto", None) and (why := why_no_tiles(config)) is not None:
-        yield problem_with(config, "memory.tile_tokens", f"can't be used: {why}.", "Set memory.tile_tokens=auto.")
+    asks_for_tiles = is_whole(memory.tile_tokens)
+    why_not = why_no_tiles(config)
+    if asks_for_tiles and why_not is not None:
+        yield problem_with(config, "memory.tile_tokens", f"can't be used: {why_not}.", "Set memory.tile_tokens=auto.")
 
 
 def _optim(config: Config) -> Iterator[Problem]:
@@ -72,10 +63,7 @@ def _optim(config: Config) -> Iterator[Problem]:
 def _training(config: Config) -> Iterator[Problem]:
     training = config.training
     size = training.micro_batch_size
-    if size != "auto" and not is_whole(size):
-        reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=auto, the default."
-        yield problem_with(config, "training.micro_batch_size", reason, fix)
-    elif size == "auto" and training.global_batch_size is None:
+    if size == "auto" and training.global_batch_size is None:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
         fix = "Set training.global_batch_size=16, the default, or training.micro_batch_size=1."
         yield problem_with(config, "training.micro_batch_size", reason, fix)
@@ -117,10 +105,6 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 def check_context_parallel(config: Config) -> Iterator[Problem]:
     """Find settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set."""
-    num_slices = config.distributed.context_parallel
-    if num_slices != "auto" and not is_whole(num_slices):
-        reason, fix = "must be a whole number or auto.", "Set distributed.context_parallel=auto, the default."
-        yield problem_with(config, "distributed.context_parallel", reason, fix)
     if config.distributed.num_slices == 1:
         return
     whole = "a rank has slices, and this needs whole sequences"

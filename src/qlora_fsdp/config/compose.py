@@ -34,7 +34,7 @@ from qlora_fsdp.config.hydra_files import (
 from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
-from qlora_fsdp.config.settings import all_settings, changed_by_reading, unknown_setting, wrong_type
+from qlora_fsdp.config.settings import all_settings, changed_by_reading, is_passed_over, unknown_setting, wrong_type
 from qlora_fsdp.config.start_adapter import (
     FindStart,
     find_contradictions,
@@ -183,6 +183,8 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
             continue
         for name, value in section_values.items():
             key = f"{section}.{name}"
+            if is_passed_over(key, value):
+                continue
             if key not in all_settings():
                 problems.append(unknown_setting(key, value))
                 continue

@@ -25,6 +25,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import printable, shorten
 from qlora_fsdp.config.bounded_yaml import read_text, read_yaml
 from qlora_fsdp.config.schema import Files
+from qlora_fsdp.config.schema.former import FORMER
 from qlora_fsdp.config.settings import all_settings, show
 
 REMOTE_CODE = "model.trust_remote_code"
@@ -69,6 +70,8 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         kept[section] = {}
         for name, value in names.items():
             key = f"{section}.{name}"
+            if key in FORMER:
+                continue
             known = all_settings().get(key)
             match Files.users if known is None else known.files:
                 case Files.adapters:

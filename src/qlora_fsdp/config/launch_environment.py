@@ -61,9 +61,6 @@ def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
     if _is_true(environ, name) and config.memory.activations is not Activations.offload:
         yield _contradiction(config, environ, name, "memory.activations", "memory=offload")
 
-    if _is_true(environ, "FSDP_FORWARD_PREFETCH") and fsdp.forward_prefetch == 0:
-        name = "FSDP_FORWARD_PREFETCH"
-        yield _contradiction(config, environ, name, "fsdp.forward_prefetch", "fsdp.forward_prefetch=1")
     if environ.get("FSDP_IGNORED_MODULES"):
         yield _unsupported(environ, "FSDP_IGNORED_MODULES", "modules left out of sharding")
 

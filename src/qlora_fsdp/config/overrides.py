@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.schema.former import FORMER
 from qlora_fsdp.config.settings import (
     Setting,
     all_settings,
@@ -25,6 +26,7 @@ from qlora_fsdp.config.settings import (
     nearest_settings,
     several_data_sets,
     show,
+    unknown_setting,
     wrong_type,
 )
 
@@ -56,7 +58,9 @@ def prepare_overrides(
             problems.append(override)
             continue
         key, options = override.key_or_group, group_options(override.key_or_group, folders)
-        if key.startswith("hydra/") and override.value() is None:  # Hydra would end with a traceback
+        if key in FORMER:
+            problems.append(unknown_setting(key, text.partition("=")[2]))
+        elif key.startswith("hydra/") and override.value() is None:  # Hydra would end with a traceback
             problems.append(Problem(text, "names no option.", f"Leave {key} out."))
         elif key.startswith(("hydra.", "hydra/")):
             usable.append(text)

@@ -18,6 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number, is_unicode
 from qlora_fsdp.config import schema
+from qlora_fsdp.config.schema.former import FORMER, FORMER_VALUES
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class Setting:
         elif self.facets.values:
             *others, last = self.words
             text = f"{', '.join(others)} or {last}"
+        elif self.facets.words:
+            *others, last = ("a whole number", *map(_show_value, self.facets.words))
+            text = f"{', '.join(others)} or {last}"
         elif self.choices:
             text = f"one of {', '.join(self.choices)}"
         else:
@@ -142,6 +146,11 @@ def keys_of(owner: schema.Owner) -> tuple[str, ...]:
     return tuple(key for key, setting in all_settings().items() if setting.facets.owner is owner)
 
 
+def is_passed_over(key: str, value: Any) -> bool:
+    """Whether a value is the default of a setting that is no more, so that nobody has asked for anything."""
+    return key in FORMER and value == FORMER[key].default
+
+
 def example_of(key: str) -> str:
     """Returns `key=value` with a value that works, as a shell takes it; the key has an example."""
     return f"{key}={all_settings()[key].facets.example}"
@@ -186,6 +195,8 @@ def problem_about(key: str, value: Any, reason: str, fix: str) -> Problem:
 
 def unknown_setting(key: str, value: Any) -> Problem:
     """Returns the problem with a key that is no setting, with the one that was probably meant."""
+    if key in FORMER:
+        return problem_about(key, value, "is no setting any more.", FORMER[key].instead)
     section, _, name = key.rpartition(".")
     sections = [*(field.name for field in fields(schema.Config)), "experiment"]
     nearest = nearest_settings(key)
@@ -233,6 +244,8 @@ def wrong_type(key: str, value: Any) -> Problem:
     fix = f"Set such a value, or leave {key} out." if best is None else f"Set {show(key, best)}."
     if best is not None and show(key, best) == show(key, value):  # a text that reads as true, say
         fix = "Leave out the quotes."
+    if setting.facets.words and best == setting.default:
+        fix = f"Set {show(key, best)}, the default."
     if setting.takes_mapping:
         fix = f"Set such a value, as in {example_of(key)}, or leave {key} out."
     return problem_about(key, value, f"must be {setting.expected}.", fix + several_data_sets(key))
@@ -241,10 +254,16 @@ def wrong_type(key: str, value: Any) -> Problem:
 def _nearest_value(setting: Setting, value: Any) -> Any:
     """A value that may have been meant: the nearest one that the setting takes, or else its default. None: no idea."""
     word = str(value).lower()
+    former = FORMER_VALUES.get(setting.key, {})
+    if word in former:
+        return former[word]
     if setting.facets.values:
         shown = {_show_value(each): each for each in setting.facets.values}
         nearest = difflib.get_close_matches(word, shown, n=1)
         return _TRUE_AND_FALSE.get(word, shown[nearest[0]] if nearest else setting.default)
+    if setting.facets.words and isinstance(value, str):
+        nearest = difflib.get_close_matches(word, filter(None, setting.facets.words), n=1)
+        return nearest[0] if nearest else setting.default
     by_lower = {choice.lower(): choice for choice in setting.choices}
     meant = [choice for choice in _ON_AND_OFF.get(word, ()) if choice in by_lower]
     longer = [choice for choice in by_lower if word.startswith(f"{choice}_")]  # as constant_with_warmup

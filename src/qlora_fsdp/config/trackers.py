@@ -27,22 +27,24 @@ MLFLOW_ADDRESS = "MLFLOW_TRACKING_URI"
 
 
 def trackers_of(config: Config) -> list[TrackerName]:
-    """Returns the trackers that get figures, in the order of `TrackerName`, whichever setting names them."""
-    tracking = config.tracking
-    asked = {*_named(config), *([TrackerName.tensorboard] if tracking.tensorboard else [])}
-    asked = asked | {TrackerName.wandb} if wandb_mode(config) is not WandbMode.disabled else asked - {TrackerName.wandb}
-    return [name for name in TrackerName if name in asked]
+    """Returns the trackers that get figures, in the order of `TrackerName`."""
+    return [name for name in _named(config) if name is not TrackerName.wandb or gets_wandb(config)]
 
 
-def asked_wandb_mode(config: Config) -> WandbMode:
-    """Returns `tracking.wandb`, which is `auto` where `tracking.report_to` alone names W&B."""
-    is_named = TrackerName.wandb in _named(config)
-    return WandbMode.auto if is_named and config.tracking.wandb is WandbMode.disabled else config.tracking.wandb
+def gets_wandb(config: Config) -> bool:
+    """Whether W&B gets figures: it is named, and is not without a key."""
+    return TrackerName.wandb in _named(config) and wandb_mode(config) is not WandbMode.disabled
+
+
+def lacks_wandb_key(config: Config) -> bool:
+    """Whether W&B is named and gets nothing, because nobody said how it is reached."""
+    is_auto = config.tracking.wandb_mode is WandbMode.auto
+    return TrackerName.wandb in _named(config) and is_auto and not gets_wandb(config)
 
 
 def wandb_mode(config: Config) -> WandbMode:
     """Returns the mode, where `auto` is what WANDB_MODE says, or else online if W&B has a key, and disabled if not."""
-    mode = asked_wandb_mode(config)
+    mode = config.tracking.wandb_mode
     if mode is not WandbMode.auto:
         return mode
     if (told := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
@@ -74,15 +76,19 @@ def check_trackers(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "tracking.report_to", reason, f"Set some of tracking.report_to=[{known}].")
     for name in trackers_of(config):
         if find_spec(name.value) is None:
-            setting = "report_to" if name in _named(config) else name.value  # W&B and TensorBoard have one of their own
             reason = f"needs the package {name.value}, which is not installed."
             fix = f"Run pip install {name.value}, or set tracking=none."
-            yield problem_with(config, f"tracking.{setting}", reason, fix)
+            yield problem_with(config, "tracking.report_to", reason, fix)
     yield from _settings_of_the_current_folder(config)
-    if asked_wandb_mode(config) is WandbMode.online and not _has_wandb_key():
+    mode = config.tracking.wandb_mode
+    if TrackerName.wandb not in _named(config):
+        if mode not in (WandbMode.auto, WandbMode.disabled):
+            reason = "has no effect: tracking.report_to does not name W&B."
+            yield problem_with(config, "tracking.wandb_mode", reason, "Set tracking=wandb too, or leave it out.")
+    elif mode is WandbMode.online and not _has_wandb_key():
         reason = "needs a key, and W&B has none here."
-        fix = f"{HOW_TO_LOG_IN}; or set tracking.wandb=offline, which keeps W&B's files in the run folder."
-        yield problem_with(config, "tracking.wandb", reason, fix)
+        fix = f"{HOW_TO_LOG_IN}; or set tracking.wandb_mode=offline, which keeps W&B's files in the run folder."
+        yield problem_with(config, "tracking.wandb_mode", reason, fix)
 
 
 def _settings_of_the_current_folder(config: Config) -> Iterator[Problem]:
@@ -90,15 +96,16 @@ def _settings_of_the_current_folder(config: Config) -> Iterator[Problem]:
     trackers, folder = trackers_of(config), Path.cwd()
     for name in WANDB_SETTINGS if TrackerName.wandb in trackers else ():
         if (folder / name).exists():
-            setting = "report_to" if TrackerName.wandb in _named(config) else "wandb"
             reason = (
                 f"would let W&B take its settings from {folder / name}: from the current folder, whoever wrote it. "
             )
             reason += "They say which server gets your key."
             fix = f"Remove {name}, or start in another folder. If it is yours, say the same by W&B's environment "
-            fix += "variables (WANDB_BASE_URL, ...), in ~/.config/wandb/settings, or by tracking.wandb=offline and "
+            fix += (
+                "variables (WANDB_BASE_URL, ...), in ~/.config/wandb/settings, or by tracking.wandb_mode=offline and "
+            )
             fix += "tracking.entity."
-            yield problem_with(config, f"tracking.{setting}", reason, fix)
+            yield problem_with(config, "tracking.report_to", reason, fix)
     if TrackerName.mlflow in trackers and not os.environ.get(MLFLOW_ADDRESS):
         reason = f"needs {MLFLOW_ADDRESS}: without it MLflow takes mlflow.db or mlruns of the current folder, whoever "
         reason += "wrote them. They say where files are sent."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.data_sets import mixed_sets, settings_for
-from qlora_fsdp.config.schema import DataConfig, MixUntil, TrainingConfig
+from qlora_fsdp.config.schema import SHORTEST, DataConfig, TrainingConfig
 
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 EXAMPLE = 1e8  # tokens of a run about whose data nothing is known
@@ -20,8 +20,8 @@ def expect_tokens(data: DataConfig, training: TrainingConfig, tokens_a_step: int
     """
     if training.max_steps is not None:
         return training.max_steps * tokens_a_step, f"training.max_steps={training.max_steps}"
-    if data.mix_tokens is not None:
-        return training.num_epochs * data.mix_tokens, f"data.mix_tokens={data.mix_tokens}"
+    if isinstance(data.mix_until, int):
+        return training.num_epochs * data.mix_until, f"data.mix_until={data.mix_until}"
     names = all_paths(data)
     missing = [name for name in names if not match(name)]
     if missing and data.is_default:
@@ -41,7 +41,7 @@ def _bytes_of_an_epoch(data: DataConfig) -> float:
     if not data.mix:
         return sum(map(_num_bytes, all_paths(data)))
     weights = {name: own.weight for name, own in mixed_sets(data).items()}
-    of_all = min if data.mix_until is MixUntil.shortest else max
+    of_all = min if data.mix_until == SHORTEST else max
     return sum(weights.values()) * of_all(_num_bytes(name) / weight for name, weight in weights.items())
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_fsdp.config.schema import MixUntil
+from qlora_fsdp.config.schema import SHORTEST
 from qlora_fsdp.data.answers import Judged, JudgedRows, Paired, PairedRows
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
@@ -97,9 +97,8 @@ def raw_rows_of(rows: Rows) -> Indices:
 def count_rows(
     num_rows: Sequence[int],
     weights: Sequence[float],
-    until: MixUntil,
+    until: str | int,
     lengths: Sequence[float],
-    num_tokens: int | None,
 ) -> list[int]:
     """How many rows of each data set an epoch has, in the shares of the weights.
 
@@ -108,16 +107,14 @@ def count_rows(
         weights: the weight of each data set, as a share of the rows.
         until: `longest`: as few as it takes to see every row once. So the data set that is largest for its weight is
             seen once, and the others are repeated. `shortest`: as many as there are without repeating one. So the data
-            set that is smallest for its weight is seen once, and of the others a part. `tokens`: as many as have about
-            `num_tokens` tokens, so that each data set may be repeated, or seen in part.
-        lengths: the mean length of the rows of each data set, in tokens; for `tokens`.
-        num_tokens: tokens of an epoch; for `tokens`.
+            set that is smallest for its weight is seen once, and of the others a part. A number: as many as have about
+            so many tokens, so that each data set may be repeated, or seen in part.
+        lengths: the mean length of the rows of each data set, in tokens; for a number of tokens.
     """
-    if until is MixUntil.tokens:
-        assert num_tokens is not None
-        scale = num_tokens / sum(weight * length for weight, length in zip(weights, lengths, strict=True))
+    if isinstance(until, int):
+        scale = until / sum(weight * length for weight, length in zip(weights, lengths, strict=True))
         return [max(1, round(weight * scale)) for weight in weights]
-    if until is MixUntil.shortest:
+    if until == SHORTEST:
         scale = min(number / weight for number, weight in zip(num_rows, weights, strict=True))
         return [min(number, max(1, round(weight * scale))) for number, weight in zip(num_rows, weights, strict=True)]
     scale = max(number / weight for number, weight in zip(num_rows, weights, strict=True))

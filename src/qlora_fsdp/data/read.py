@@ -59,7 +59,6 @@ class Source:
         hub: the hub data set.
         skipped: which files of a folder are left out, and why; one line per reason.
         choose: returns which columns of a table to read.
-        max_unpack_ratio: times its size that a compressed file may unpack to.
     """
 
     path: str
@@ -68,7 +67,6 @@ class Source:
     hub: datasets.Dataset | datasets.IterableDataset | None = None
     skipped: tuple[str, ...] = ()
     choose: ChooseColumns = list
-    max_unpack_ratio: int = DataConfig.max_unpack_ratio
 
 
 def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -> Source:
@@ -97,9 +95,7 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
         files |= dict.fromkeys(found[0])
         skipped += found[1]
     identity = [file.identity for file in files]
-    return Source(
-        ", ".join(as_paths(path)), tuple(files), identity, None, tuple(skipped), choose, data.max_unpack_ratio
-    )
+    return Source(", ".join(as_paths(path)), tuple(files), identity, None, tuple(skipped), choose)
 
 
 def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
@@ -199,7 +195,7 @@ def iterate_rows(source: Source, position: Position | None = None) -> Iterator[R
         num_skipped, position.num_taken = position.num_taken, 0
         file = source.files[number]
         try:
-            unpacking = Unpacking(file, source.max_unpack_ratio)
+            unpacking = Unpacking(file)
             rows = unpacking.count((find_reader(file) or read_text)(file, source.choose, unpacking, position))
             for index, row in enumerate(rows):
                 position.num_taken += 1

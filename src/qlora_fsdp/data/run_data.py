@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_evaluation
-from qlora_fsdp.config.schema import DataConfig, DataFormat, MixBy, MixUntil
+from qlora_fsdp.config.schema import DataConfig, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.answers import check_judged, wrap_answers
@@ -233,13 +233,11 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
     weights = {path: own.weight for path, own in mixed_sets(data).items()}
     row_tokens = rows.part_lengths.sum(1)
     lengths = [float(row_tokens[ids].mean()) for ids in parts]
-    if data.mix_by is MixBy.tokens:  # what has longer rows needs fewer of them
-        weights = {path: weight / length for (path, weight), length in zip(weights.items(), lengths, strict=True)}
     num_rows = [len(ids) for ids in parts]
-    counts = count_rows(num_rows, list(weights.values()), data.mix_until, lengths, data.mix_tokens)
+    counts = count_rows(num_rows, list(weights.values()), data.mix_until, lengths)
     if sum(counts) > MAX_ROWS:
         times, path = max((count / number, path) for count, number, path in zip(counts, num_rows, weights, strict=True))
-        fix = "a smaller data.mix_tokens" if data.mix_until is MixUntil.tokens else "data.mix_until=shortest"
+        fix = "a smaller data.mix_until" if isinstance(data.mix_until, int) else "data.mix_until=shortest"
         raise DataError(
             f"{show('data.mix', data.mix)} gives an epoch {sum(counts):,} rows, {path} {times:,.0f} times, and at most "
             f"{MAX_ROWS:,} can be listed. Set weights that are nearer to one another, or {fix}."

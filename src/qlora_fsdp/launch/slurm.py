@@ -109,8 +109,7 @@ def _options(jobs: Sequence[Job], config: Config, folder: Path, working_folder: 
 
 
 def _surroundings(config: Config) -> str:
-    modules = [f"module load {shlex.quote(module)}" for module in config.slurm.modules]
-    return "\n".join([*modules, *config.slurm.setup])
+    return "\n".join(config.slurm.setup)
 
 
 def _arguments(jobs: Sequence[Job]) -> str:

@@ -2,7 +2,7 @@
 
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized.embedding import QuantizedEmbedding
-from qlora_fsdp.layers.quantized.format import Format, parse_storage
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 
 QuantizedLayer = QuantizedLinear | QuantizedEmbedding | QuantizedExpertWeight  # works with isinstance too
@@ -13,5 +13,4 @@ __all__ = [
     "QuantizedExpertWeight",
     "QuantizedLayer",
     "QuantizedLinear",
-    "parse_storage",
 ]

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -22,13 +23,9 @@ from qlora_fsdp.config.schema import Kernel, KernelsConfig
 from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import LossKernel
 
-LIGER_NAMES = {
-    "rms_norm": ("rms_norm",),
-    "rotary": ("rope",),
-    "glu": ("swiglu", "geglu"),
-    "cross_entropy": ("fused_linear_cross_entropy",),
-}
-OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss, so no model is patched for it
+# Parts of a layer, and what Liger calls its kernels for them.
+LIGER_NAMES = {"rms_norm": ("rms_norm",), "rotary": ("rope",), "glu": ("swiglu", "geglu")}
+LIGER_LOSS = "fused_linear_cross_entropy"  # `head_loss.py` calls it, so that no model is patched for it
 MODELS = "transformers.models."
 _stock: dict[tuple[Any, str], Any] = {}  # what was patched in this process: by owner and name, what it was before
 
@@ -39,43 +36,45 @@ def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: to
     This changes models that are built afterwards, in this process, but for those in `stock_models()`.
 
     Args:
-        config: a choice for each kernel; `auto` takes Liger's where it is available, but for the loss.
+        config: the choices; `auto` takes Liger's where it is available, but for the loss.
         model: the model's config.
         device: where the model runs.
 
     Returns:
-        The settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
+        The parts whose kernels are Liger's: `rms_norm`, `rotary` and `glu` of a layer, and `cross_entropy`.
 
     Raises:
-        ConfigError: `liger` was asked for and is not available here.
+        ConfigError: Liger's kernels were asked for, and there are none here.
     """
     model_type = model.get_text_config().model_type
     reason, options = _liger_options(model_type, device)
-    has_experts = mentions_experts(model)
-    chosen, problems = [], []
-    for setting, names in LIGER_NAMES.items():
-        choice = getattr(config, setting)
-        missing = reason or (None if any(name in options for name in names) else f"Liger has none for {model_type}")
-        if setting == "glu" and has_experts:
-            missing = missing or "Liger's also replaces the experts, by a kernel that takes no quantized weights"
-        if choice is Kernel.liger and missing is not None:
-            fix = f"Set kernels.{setting}=auto."
-            problems.append(Problem(f"kernels.{setting}=liger", f"can't be used: {missing}.", fix))
-        is_wanted = choice is Kernel.liger or (choice is Kernel.auto and setting != "cross_entropy")  # that one is ours
-        if is_wanted and missing is None:
-            chosen.append(setting)
-    if problems:
-        raise ConfigError(problems)
+    has_experts = mentions_experts(
+        model
+    )  # Liger's `glu` also replaces these, by kernels that take no quantized weights
+    parts = [
+        part for part, names in LIGER_NAMES.items() if options & set(names) and not (part == "glu" and has_experts)
+    ]
+    asked = []
+    if config.of_layers is Kernel.liger:
+        asked.append(Problem("kernels.liger=true", "", "Set kernels.liger=auto."))
+    if config.cross_entropy is Kernel.liger:
+        asked.append(Problem("kernels.cross_entropy=liger", "", "Set kernels.cross_entropy=auto."))
+    lacking = [each for each in asked if not (parts if each.what == "kernels.liger=true" else LIGER_LOSS in options)]
+    if lacking:
+        why = f"can't be used: {reason or f'Liger has none for {model_type}'}."
+        raise ConfigError([replace(each, reason=why) for each in lacking])
+    chosen = [] if config.of_layers is Kernel.torch else parts
+    if config.cross_entropy is Kernel.liger:
+        chosen = [*chosen, "cross_entropy"]
     if not chosen:
         return []
-    on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
+    on = {name for part in chosen for name in LIGER_NAMES.get(part, ())}
     error = _patch(model.get_text_config(), {name: name in on for name in options})
     if error is None:
         return chosen
-    asked = [f"kernels.{setting}=liger" for setting in chosen if getattr(config, setting) is Kernel.liger]
     if asked:
-        reason = f"can't be used: Liger's own function for {model_type} fails with this transformers: {error}."
-        raise ConfigError([Problem(setting, reason, f"Set {setting.replace('liger', 'auto')}.") for setting in asked])
+        why = f"can't be used: Liger's own function for {model_type} fails with this transformers: {error}."
+        raise ConfigError([replace(each, reason=why) for each in asked])
     return []
 
 

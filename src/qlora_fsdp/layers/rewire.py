@@ -80,7 +80,7 @@ def rewire(model: nn.Module, compute: ComputeConfig, kernels: KernelsConfig) -> 
         if isinstance(module, QuantizedLinear | QuantizedExpertWeight):
             module.format = replace(module.format, dequantizer=kernels.dequantize.value)
     num_fp8 = use_fp8(model) if compute.matmul is MatmulKind.fp8 else 0
-    num_groups = fuse_layers(model, kernels.rms_norm is Kernel.auto) if kernels.fuse_layers else 0
+    num_groups = fuse_layers(model, kernels.of_layers is Kernel.auto) if kernels.fuse_layers else 0
     return Rewired(num_fp8, num_groups)
 
 

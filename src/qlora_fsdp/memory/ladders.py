@@ -37,8 +37,8 @@ def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None
     match memory.activations:
         case Activations.auto:
             return None
-        case Activations.every_k:
-            return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
+        case Activations.half:
+            return tuple(Policy.none if index % 2 else Policy.full for index in range(num_layers))
         case other:
             return (Policy(other.value),) * num_layers
 

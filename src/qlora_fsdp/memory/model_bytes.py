@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import zip_longest
 
-from qlora_fsdp.common.sizes import PIECE_BYTES
+from qlora_fsdp.common.sizes import NUM_AHEAD, PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage
 from qlora_fsdp.memory.parameter_bytes import ParameterBytes, optimizer_bytes, sum_bytes
 from qlora_fsdp.memory.workload import Workload
@@ -65,7 +65,7 @@ class ModelBytes:
         """
         if not self.work.reshards:
             return self._beyond_shard(sum(map(sum, layers)))
-        num_sets = min(self.work.config.fsdp.num_gathered, len(layers))
+        num_sets = min(1 + NUM_AHEAD, len(layers))
         sets = [zip_longest(*layers[index::num_sets], fillvalue=0) for index in range(num_sets)]
         return sum(max(of_place) for of_set in sets for of_place in of_set)
 
@@ -137,16 +137,14 @@ class ModelBytes:
         """Flat buffers that exist while a layer runs forward which is followed by `num_after` others."""
         if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
             return self.deferred_flat
-        num_ahead = self.work.config.fsdp.forward_prefetch
-        # With offload, sharding/shard.py asks for a gather ahead only if there is more than one; FSDP2's own is later.
-        num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0
+        num_told = 0 if self.is_offloaded else NUM_AHEAD  # with offload, FSDP2's own gather is later
         has_head = num_after < num_told and not self.is_gathered_by_model("head")
         next_layers = min(num_told, num_after) * self.flat(self.gathered_layer)
         return self.deferred_flat + next_layers + (self.flat(self.unit("head")) if has_head else 0)
 
     def ahead_in_backward(self, num_before: int) -> int:
         """Flat buffers that exist while a unit runs backward before which there are `num_before` layers."""
-        num_flat = min(self.work.config.fsdp.backward_prefetch, num_before)
+        num_flat = min(NUM_AHEAD, num_before)
         return num_flat * self.flat(self.gathered_layer) if self.work.reshards else 0
 
     @property

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from qlora_fsdp.common.sizes import NUM_AHEAD
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
@@ -100,7 +101,7 @@ def forward_moments(
         "workspace": WORKSPACE,
     }
     # One of the last layers runs.
-    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(uses))):
+    for num_after in range(min(1 + NUM_AHEAD, len(uses))):
         index = len(uses) - 1 - num_after
         # A layer's peak in the trace includes a dequantized weight, which the plan shows as a part of its own.
         dequantized = min(work.layers[index].largest_weight, uses[index].forward)

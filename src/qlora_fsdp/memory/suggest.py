@@ -141,7 +141,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     for smaller in order[order.index(Policy.attention) :]:
         is_possible = work.is_cuda or not smaller.offloads
         if is_possible and set(policies) & set(order[: order.index(smaller)]):
-            yield (("memory.activations", Activations(smaller.value)), ("memory.every_k", 2))
+            yield (("memory.activations", Activations(smaller.value)),)
     if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload and work.is_cuda:
         yield (("optim.name", Optimizer.adamw_8bit),)
     if config.quant.load_in_8bit or not config.quant.load_in_4bit:

@@ -30,7 +30,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
-from qlora_fsdp.layers import Format, parse_storage
+from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.experts.forward import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
 from qlora_fsdp.layers.recurrent.replace import replace_functions
@@ -281,7 +281,7 @@ def _swap_layers(
     quant, dtype = settings.quant, settings.dtype
     notes: list[str] = []
     if quantized_tensors is not None:
-        formats = stored_formats(quantized_tensors, quant)
+        formats = stored_formats(quantized_tensors)
         found = {f.quant_type + (" with double quantization" if f.double_quant else "") for f in formats.values()}
         notes.append(
             f"the checkpoint is already quantized ({', '.join(sorted(found))}): its bytes are taken as they are, and "
@@ -297,5 +297,5 @@ def _swap_layers(
     if format is not None:
         notes += [*note_nothing_quantized(model, format), *note_experts(model, format)]
     if quant.embeddings is EmbeddingStorage.int8:
-        swap_ends(model, parse_storage(quant.bnb_4bit_quant_storage.value), dtype, has_new_head=bool(head))
+        swap_ends(model, dtype, has_new_head=bool(head))
     return format, notes

@@ -16,7 +16,7 @@ from qlora_fsdp.common.module_names import limited_matching
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
+from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
 from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.runtime.hardware import dtype_name
@@ -24,11 +24,10 @@ from qlora_fsdp.runtime.hardware import dtype_name
 
 def choose_format(quant: QuantConfig) -> Format | None:
     """The format that the settings ask for, or None for no quantization."""
-    storage = parse_storage(quant.bnb_4bit_quant_storage.value)
     if quant.load_in_8bit:
-        return Format("int8", storage=storage)
+        return Format("int8")
     if quant.load_in_4bit:
-        return Format(quant.bnb_4bit_quant_type.value, quant.bnb_4bit_use_double_quant, storage=storage)
+        return Format(quant.bnb_4bit_quant_type.value, quant.bnb_4bit_use_double_quant)
     return None
 
 
@@ -152,7 +151,7 @@ def _swap_expert_weight(model: nn.Module, place: ExpertWeightPlace, format: Form
     setattr(module, place.key, QuantizedExpertWeight((shape[0], shape[1], shape[2]), format, dtype))
 
 
-def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, has_new_head: bool) -> None:
+def swap_ends(model: PreTrainedModel, dtype: torch.dtype, has_new_head: bool) -> None:
     """Swap the input embeddings for int8, and the output head too unless it is new.
 
     Raises:
@@ -163,7 +162,7 @@ def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, 
     is_tied = head is not None and head.weight is embeddings.weight
     if is_tied or type(embeddings) is not nn.Embedding:
         raise ConfigError([int8_embeddings_problem(is_tied, type(embeddings).__name__)])
-    format = Format("int8", storage=storage)
+    format = Format("int8")
     rows, columns = embeddings.weight.shape
     model.set_submodule(names[id(embeddings)], QuantizedEmbedding(rows, columns, format, dtype))
     if type(head) is nn.Linear:

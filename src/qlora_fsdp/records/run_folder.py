@@ -10,8 +10,8 @@ generations.jsonl  what the model wrote at evaluations, if tracking.num_generati
 summary.json       how the run ended, and its figures
 report.html        the same as a page with curves
 bad_steps/         the rows of steps whose gradient was not used
-tensorboard/       event files, if tracking.tensorboard is set
-wandb.json         the id that W&B knows the run by, if tracking.wandb is on; mlflow.json is MLflow's
+tensorboard/       event files, if tracking.report_to names it
+wandb.json         the id that W&B knows the run by, if tracking.report_to names it; mlflow.json is MLflow's
 stream.jsonl       where the windows of the data begin, if data.streaming is set
 windows/           the tokenized rows of the last of these windows
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set

@@ -15,7 +15,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
-from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, asked_wandb_mode, trackers_of, wandb_mode
+from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, lacks_wandb_key, trackers_of, wandb_mode
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import MLFLOW_FILE, TENSORBOARD_FOLDER, WANDB_FILE, read_json
 
@@ -56,10 +56,10 @@ def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracke
 
 def note_missing_key(config: Config) -> None:
     """Say so if W&B is asked for and gets nothing, because it has no key."""
-    if asked_wandb_mode(config) is WandbMode.auto and wandb_mode(config) is WandbMode.disabled:
+    if lacks_wandb_key(config):
         log.warning(
-            f"W&B gets nothing of this run, because it has no key here (tracking.wandb=auto). {HOW_TO_LOG_IN}; or set "
-            "tracking.wandb=offline to keep its files in the run folder, for `wandb sync`."
+            f"W&B gets nothing of this run, because it has no key here (tracking.wandb_mode=auto). {HOW_TO_LOG_IN}; or "
+            "set tracking.wandb_mode=offline to keep its files in the run folder, for `wandb sync`."
         )
 
 

@@ -43,7 +43,7 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
         note = "Triton is not installed: torch and bitsandbytes compute without fused kernels (slower): "
         notes.append(f"{note}pip install triton")
     kernels = config.kernels
-    wanted = Kernel.auto in (kernels.rms_norm, kernels.rotary, kernels.glu, kernels.cross_entropy)
+    wanted = Kernel.auto in (kernels.of_layers, kernels.cross_entropy)
     if wanted and find_spec("triton") is not None and find_spec("liger_kernel") is None:
         notes.append("liger-kernel is not installed: torch computes in its place (slower): pip install qlora-fsdp[gpu]")
     return notes

@@ -92,8 +92,8 @@ def prove_shards(
         raise ProofError(
             f"The gathered weights are not the ones that were loaded ({len(everyone)} problems). Training on them "
             "would give a wrong model without an error. If GPUs of this host read one another's memory wrongly, "
-            "NCCL_P2P_DISABLE=1 in the environment avoids that; else set quant.bnb_4bit_quant_storage=uint8 (torch >= "
-            f"2.13), and report this with environment.json:\n{list_some(everyone)}"
+            "NCCL_P2P_DISABLE=1 in the environment avoids that; else "
+            f"report this with environment.json:\n{list_some(everyone)}"
         )
     return Proof(num_tensors, num_bytes)
 

@@ -248,16 +248,13 @@ def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpCon
     Args:
         units: the transformer layers, and the head if FSDP gathers it, in the order in which they run.
         root: the root unit.
-        config: how many units are gathered ahead.
+        config: whether shards are in host memory.
     """
     gathers_ahead = not config.cpu_offload
     root._set_unshard_async_op(gathers_ahead)
     for index, unit in enumerate(units):
-        if gathers_ahead or config.forward_prefetch > 1:
-            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + config.forward_prefetch]))
-        if config.backward_prefetch > 1:
-            before = units[max(0, index - config.backward_prefetch) : index]
-            unit.set_modules_to_backward_prefetch(list(reversed(before)))
+        if gathers_ahead:
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 2]))
 
 
 def modules_of_unit(unit: nn.Module) -> list[nn.Module]:

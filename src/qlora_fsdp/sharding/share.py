@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
-from qlora_fsdp.common.sizes import round_up
+from qlora_fsdp.common.sizes import NUM_AHEAD, round_up
 from qlora_fsdp.common.text import first_line, show_bytes
 from qlora_fsdp.config.schema import FsdpConfig
 from qlora_fsdp.layers import QuantizedLayer
@@ -102,7 +102,7 @@ def share_frozen(
     log.info(f"Sharding: GPUs read frozen weights from each other's memory, {show_bytes(num_bytes)} on each")
     places = _find_places(memory, dist.get_rank(group), wanted)
     return Shared(
-        PeerCodes(layers, places, None if stay_gathered else config.num_gathered, processes.device),
+        PeerCodes(layers, places, None if stay_gathered else 1 + NUM_AHEAD, processes.device),
         PeerEnds(model, places, processes.device),
         {id(param): _shard(param, places[id(param)]) for param, _ in wanted},
     )

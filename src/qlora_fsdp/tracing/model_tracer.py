@@ -258,10 +258,12 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
 
 
 def planned_liger_kernels(config: KernelsConfig, model: PretrainedConfig) -> list[str]:
-    """The settings of `kernels` for which a run on GPUs uses Liger's, as `use_fused_kernels` finds them there."""
+    """The parts of a layer for which a run on GPUs uses Liger's kernels, as `use_fused_kernels` finds them there."""
     known = set(LIGER_KERNELS.get(model.get_text_config().model_type, ()))
     known -= {"glu"} if mentions_experts(model) else set()  # it would replace experts too
-    return [name for name in ("rms_norm", "rotary", "glu") if name in known and getattr(config, name) != Kernel.torch]
+    if config.of_layers is Kernel.torch:
+        return []
+    return [part for part in ("rms_norm", "rotary", "glu") if part in known]
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import list_some
-from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
+from qlora_fsdp.layers import Format, QuantizedLayer
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor, Stored, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor, same_bytes
@@ -36,22 +35,21 @@ CODE_BOOKS = ("quant_map", "nested_quant_map")
 NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
 
 
-def stored_formats(keys: Mapping[str, Stored], quant: QuantConfig) -> dict[str, Format]:
+def stored_formats(keys: Mapping[str, Stored]) -> dict[str, Format]:
     """Format of every layer that is quantized in the files, by module name.
 
     Raises:
         CheckpointError: bitsandbytes' description of a weight is damaged.
     """
-    storage = parse_storage(quant.bnb_4bit_quant_storage.value)
     formats = {}
     for key, stored in keys.items():
         if key.endswith(".SCB"):
-            formats[key.removesuffix(".SCB")] = Format("int8", storage=storage)
+            formats[key.removesuffix(".SCB")] = Format("int8")
         elif ".quant_state.bitsandbytes__" in key:
             assert isinstance(stored, StoredTensor)
             weight, state = key.split(".quant_state.")[0], read_quant_state(stored)
             double_quant = state.nested_offset is not None
-            formats[weight.removesuffix(".weight")] = Format(state.quant_type, double_quant, state.blocksize, storage)
+            formats[weight.removesuffix(".weight")] = Format(state.quant_type, double_quant, state.blocksize)
     return formats
 
 

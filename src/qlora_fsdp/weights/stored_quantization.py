@@ -109,7 +109,7 @@ def parts_problem(layer: QuantizedLayer, codes: StoredTensor, parts: Mapping[str
     expected = format.parts(layer.out_features, layer.in_features)
     num_bytes = math.prod(expected["codes"][0])
     if format.is_4bit:
-        if codes.dtype not in STORAGE_DTYPES.values() or codes.num_bytes != num_bytes:
+        if codes.dtype not in STORAGE_DTYPES or codes.num_bytes != num_bytes:
             return f"{codes.key}: {_describe(codes)}, which is not {num_bytes:,} bytes of 4-bit codes"
     elif codes.dtype != torch.int8 or codes.shape != weight_shape(layer):
         return f"{codes.key}: {_describe(codes)}, which is not int8 {list(weight_shape(layer))}"

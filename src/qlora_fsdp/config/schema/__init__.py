@@ -13,12 +13,11 @@ from typing import Any
 from qlora_fsdp.config.schema.data import (
     CHAT_TEMPLATES,
     DEFAULT_DATA,
+    SHORTEST,
     BadRows,
     DataConfig,
     DataFormat,
     LossOn,
-    MixBy,
-    MixUntil,
 )
 from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
 from qlora_fsdp.config.schema.launch import DistributedConfig, LaunchConfig, SlurmConfig
@@ -29,7 +28,6 @@ from qlora_fsdp.config.schema.model import (
     LoraConfig,
     ModelConfig,
     QuantConfig,
-    QuantStorage,
     QuantType4bit,
     TokenizerConfig,
     Weights,
@@ -64,6 +62,7 @@ __all__ = [
     "CHAT_TEMPLATES",
     "DEFAULT_DATA",
     "DEFAULT_GLOBAL_BATCH",
+    "SHORTEST",
     "Activations",
     "AttnImplementation",
     "BadRows",
@@ -90,8 +89,6 @@ __all__ = [
     "LrScheduler",
     "MatmulKind",
     "MemoryConfig",
-    "MixBy",
-    "MixUntil",
     "ModelConfig",
     "OnBadStep",
     "OptimConfig",
@@ -101,7 +98,6 @@ __all__ = [
     "PreferenceLoss",
     "ProblemType",
     "QuantConfig",
-    "QuantStorage",
     "QuantType4bit",
     "Run",
     "RunConfig",

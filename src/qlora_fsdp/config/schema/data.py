@@ -13,15 +13,7 @@ DEFAULT_DATA = "timdettmers/openassistant-guanaco"
 CHAT_TEMPLATES = ("alpaca", "chatml", "llama3")  # those that ship here, in data/templates/
 
 
-class MixUntil(Enum):
-    longest = "longest"
-    shortest = "shortest"
-    tokens = "tokens"
-
-
-class MixBy(Enum):
-    rows = "rows"
-    tokens = "tokens"
+SHORTEST = "shortest"  # a value of data.mix_until
 
 
 class DataFormat(Enum):
@@ -77,12 +69,10 @@ class DataConfig:
     )
     # How long an epoch of a mix is. longest: until every row was seen, so that data sets which are small for their
     # weight are repeated. shortest: until the first data set is used up, so that no row is repeated and the others are
-    # not seen whole. tokens: about mix_tokens tokens.
-    mix_until: MixUntil = setting(MixUntil.longest, Run.other, ALWAYS, files=Files.users)
-    # Tokens of an epoch with mix_until=tokens.
-    mix_tokens: int | None = setting(None, Run.other, ALWAYS, files=Files.users, bounds=at_least(1))
-    # What the weights of a mix are shares of: its rows or its tokens.
-    mix_by: MixBy = setting(MixBy.rows, Run.other, ALWAYS, files=Files.users)
+    # not seen whole. A whole number: about so many tokens.
+    mix_until: Any = setting(
+        "longest", Run.other, ALWAYS, files=Files.users, bounds=at_least(1), words=("longest", SHORTEST)
+    )
     # Subset of a hub data set.
     name: str | None = setting(None, Run.other, ALWAYS, files=Files.users)
     # Split of a data set that has splits, with the rows of it to take: train, train[:5000], train[10%:]. Files without
@@ -122,9 +112,6 @@ class DataConfig:
     # What to do with an unusable row. error: stop and list all of them. skip: leave it out. truncate: cut it if it is
     # longer than training.max_length, and leave it out if it is unusable for another reason.
     bad_rows: BadRows = setting(BadRows.truncate, Run.other, ALWAYS, files=Files.users)
-    # Times its size that a file of rows may unpack to (.gz, .bz2, .xz, .zst; Parquet and Arrow compress inside). A file
-    # that unpacks to more was probably made to fill memory and disks. Up to 128 MiB any file may unpack to.
-    max_unpack_ratio: int = setting(200, Run.other, ALWAYS, files=Files.users, bounds=at_least(1))
     # Leave out rows of the training data that have the same tokens, targets and label as an earlier one, also of
     # another data set of a mix. Evaluation data and streams stay as they are.
     deduplicate: bool = setting(True, Run.other, ALWAYS, files=Files.users)

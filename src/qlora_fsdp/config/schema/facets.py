@@ -138,6 +138,7 @@ class Facets:
     owner: Owner | None
     bounds: Bounds | None
     values: tuple[Any, ...]
+    words: tuple[str | None, ...]
     text_or_list: bool
     example: str
     other_names: tuple[str, ...]
@@ -155,6 +156,7 @@ def setting(
     owner: Owner | None = None,
     bounds: Bounds | None = None,
     values: tuple[Any, ...] = (),
+    words: tuple[str | None, ...] = (),
     text_or_list: bool = False,
     example: str = "",
     other_names: tuple[str, ...] = (),
@@ -173,6 +175,7 @@ def setting(
         owner: whose property it is. It must be decided in the sections that describe a model and an adapter.
         bounds: the numbers that it takes. They must be decided of every number.
         values: all values that it takes, if these are few and not of one type; the type is `Any` then.
+        words: what it takes besides whole numbers: words, or null; the type is `Any` then.
         text_or_list: whether it takes text or a list of texts; the type is `Any` then.
         example: a value that works, in the quotes without which a shell takes it apart. Every mapping has one.
         other_names: what transformers, TRL, PEFT, Axolotl, LLaMA-Factory, torchtune and common speech call it, where
@@ -188,6 +191,7 @@ def setting(
         owner,
         bounds,
         values,
+        words,
         text_or_list,
         example,
         other_names,

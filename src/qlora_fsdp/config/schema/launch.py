@@ -15,7 +15,7 @@ class DistributedConfig:
     # Ranks that share each sequence: every one computes a slice of it, so that rows can be as many times as long. It
     # divides the ranks and the model's attention heads. The losses do not depend on it (docs/long-rows.md). auto: 1, or
     # where a sequence does not fit on a GPU, the smallest number of GPUs on which it does, by the memory plan.
-    context_parallel: Any = setting("auto", Run.same, ALWAYS, bounds=at_least(1))
+    context_parallel: Any = setting("auto", Run.same, ALWAYS, bounds=at_least(1), words=("auto",))
 
     @property
     def num_slices(self) -> int:
@@ -58,9 +58,8 @@ class SlurmConfig:
     cpus_per_task: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # Further options of sbatch, one per entry: ["--qos=long","--mem=0"].
     options: list[str] = setting([], Run.start, ALWAYS)
-    # Environment modules to load, e.g. [cuda/12.8].
-    modules: list[str] = setting([], Run.start, ALWAYS)
-    # Shell commands to run first in the job script, e.g. ["source venv/bin/activate"].
+    # Shell commands to run first in the job script, e.g. ["module load cuda/12.8"] or
+    # ["source venv/bin/activate"].
     setup: list[str] = setting([], Run.start, ALWAYS)
     # Container image, through srun --container-image (Pyxis). Its `python` is used.
     container: str | None = setting(None, Run.start, ALWAYS)

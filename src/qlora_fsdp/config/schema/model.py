@@ -140,14 +140,6 @@ class EmbeddingStorage(Enum):
     int8 = "int8"
 
 
-class QuantStorage(Enum):
-    auto = "auto"
-    uint8 = "uint8"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
 class Dtype(Enum):
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -166,8 +158,6 @@ class QuantConfig:
     bnb_4bit_quant_type: QuantType4bit = setting(QuantType4bit.nf4, Run.other, ALWAYS, files=Files.adapters)
     # Quantize the scales too, which saves 0.37 bits per weight.
     bnb_4bit_use_double_quant: bool = setting(True, Run.other, ALWAYS, files=Files.adapters)
-    # dtype in which codes are stored and gathered. `auto` is bfloat16. uint8 needs torch >= 2.13. float16 is refused.
-    bnb_4bit_quant_storage: QuantStorage = setting(QuantStorage.auto, Run.other, ALWAYS, files=Files.adapters)
     # dtype of the matrix products. `auto` follows training.precision. If training.precision is auto, another value here
     # sets both. float16 is refused.
     bnb_4bit_compute_dtype: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.adapters)

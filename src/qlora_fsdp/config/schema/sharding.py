@@ -38,10 +38,6 @@ class FsdpConfig:
     )
     # Keep shards and optimizer state in host memory. Layers come to the GPU only to be used.
     cpu_offload: bool = setting(False, Run.same, ALWAYS, is_common=True)
-    # Layers that are gathered ahead of the running one in forward. With cpu_offload it is at least 1.
-    forward_prefetch: int = setting(1, Run.same, ALWAYS, bounds=at_least(0))
-    # The same in backward, where FSDP2 always gathers one layer ahead.
-    backward_prefetch: int = setting(1, Run.same, ALWAYS, bounds=at_least(1))
 
     @property
     def reshards(self) -> bool:
@@ -78,18 +74,13 @@ class FsdpConfig:
         num_shards = self.num_shards(num_ranks, local_num_ranks)
         return num_shards > 1 and local_num_ranks % num_shards == 0 and not self.cpu_offload
 
-    @property
-    def num_gathered(self) -> int:
-        """Most layers that are gathered at a time where layers are freed: the one that runs, and those ahead of it."""
-        return 1 + max(self.forward_prefetch, self.backward_prefetch)
-
 
 class Activations(Enum):
     auto = "auto"
     none = "none"
     selective = "selective"
     attention = "attention"
-    every_k = "every_k"
+    half = "half"
     full = "full"
     offload_attention = "offload_attention"
     offload = "offload"
@@ -99,16 +90,14 @@ class Activations(Enum):
 class MemoryConfig:
     # What happens to a layer's activations until backward needs them. none: all are kept. selective: all but the norms'
     # outputs, which cost little to compute again. full: only the layer's input is kept, and the rest is computed again.
-    # attention: full, but attention's result is kept too, and is not computed again. every_k: full for every k-th
+    # attention: full, but attention's result is kept too, and is not computed again. half: full for every second
     # layer. offload and offload_attention: full and attention, with what is kept in host memory. auto: for each layer
     # the fastest of these with which the run fits, by the memory plan.
     activations: Activations = setting(Activations.auto, Run.same, ALWAYS, other_names=("gradient_checkpointing",))
-    # The k of every_k.
-    every_k: int = setting(2, Run.same, ALWAYS, bounds=at_least(1))
     # Tokens that gated MLPs, experts and norms compute at a time, so that what they need does not grow with the length
     # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
     # if the run fits or is faster so, by the memory plan. null: all at once.
-    tile_tokens: Any = setting("auto", Run.same, ALWAYS, bounds=at_least(64))
+    tile_tokens: Any = setting("auto", Run.same, ALWAYS, bounds=at_least(64), words=("auto", None))
     # Where the run leaves memory free, keep dequantized weights, of as many layers as there is room for. true: from
     # forward to backward, which does not dequantize them again; short steps are a tenth faster. run: until the run
     # ends, so that they are dequantized once; short steps are another tenth faster. A base that FSDP shards keeps them
@@ -157,13 +146,10 @@ class Dequantizer(Enum):
 
 @dataclass
 class KernelsConfig:
-    # RMS norms on a GPU. auto: a kernel of this project where they are frozen (and fuse_layers is true), else Liger's
-    # (arXiv:2410.10989) where it is installed and knows the model; liger: Liger's alone; torch: its own operations.
-    rms_norm: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
-    # Rotary position embeddings.
-    rotary: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
-    # The gated activation of the MLP (SwiGLU, GeGLU).
-    glu: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
+    # Norms, rotary embeddings and the gated activation of the MLP (SwiGLU, GeGLU) on a GPU. auto: a kernel of this
+    # project for frozen norms (where fuse_layers is true), and Liger's (arXiv:2410.10989) for the rest where it is
+    # installed and knows the model. true: Liger's for all that it has for the model. false: torch's own operations.
+    liger: Any = setting("auto", Run.same, ALWAYS, values=(True, False, "auto"))
     # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
     # device, so that steps can't be captured (compute.cuda_graph).
     cross_entropy: Kernel = setting(Kernel.auto, Run.same, ALWAYS)
@@ -173,6 +159,13 @@ class KernelsConfig:
     # writes whole weights alone.
     dequantize: Dequantizer = setting(Dequantizer.bitsandbytes, Run.same, ALWAYS)
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
-    # DoRA. On a GPU with rms_norm=auto, norms and residuals of pre-norm layers, such as Llama's, are also computed
+    # DoRA. On a GPU with liger=auto, norms and residuals of pre-norm layers, such as Llama's, are also computed
     # together. false computes each by itself.
     fuse_layers: bool = setting(True, Run.same, ALWAYS)
+
+    @property
+    def of_layers(self) -> Kernel:
+        """What computes norms, rotary embeddings and the MLP's activation."""
+        if self.liger == "auto":
+            return Kernel.auto
+        return Kernel.liger if self.liger else Kernel.torch

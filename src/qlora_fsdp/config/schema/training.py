@@ -106,6 +106,7 @@ class TrainingConfig:
         Run.same,
         ALWAYS,
         bounds=at_least(1),
+        words=("auto",),
         other_names=("batch_size", "per_device_train_batch_size"),
         is_common=True,
     )
@@ -185,18 +186,17 @@ class TrackerName(Enum):
 
 @dataclass
 class TrackingConfig:
-    # W&B. auto: online if a key is configured, else disabled, with a note that says so.
-    wandb: WandbMode = setting(WandbMode.disabled, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
+    # Trackers that get every figure: wandb, tensorboard, mlflow, trackio.
+    report_to: list[str] = setting([], Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
+    # How W&B is reached. auto: as WANDB_MODE says, or else online if a key is configured, and if not it gets nothing,
+    # with a note that says so. offline: its files stay in the run folder, for `wandb sync`.
+    wandb_mode: WandbMode = setting(WandbMode.auto, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Project in W&B and trackio, experiment in MLflow.
     project: str = setting("qlora-fsdp", Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # W&B user or team. null: the key's own.
     entity: str | None = setting(None, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Upload the adapter to W&B and MLflow as an artifact when the run has finished.
     log_adapter: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
-    # Write TensorBoard's event files to run.folder/tensorboard.
-    tensorboard: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
-    # Trackers that get every figure: wandb, tensorboard, mlflow, trackio. wandb and tensorboard above do the same.
-    report_to: list[str] = setting([], Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # At every evaluation, let the model complete the beginnings of this many held-out rows. The texts go to
     # generations.jsonl, report.html and the trackers. 0: none.
     num_generations: int = setting(0, Run.same, ALWAYS, bounds=at_least(0), hosts=Hosts.first, is_planned=False)

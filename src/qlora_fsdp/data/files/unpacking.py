@@ -16,6 +16,7 @@ from qlora_fsdp.common.limits import limited_memory
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.data.files.row_file import RowFile
 
+MAX_RATIO = 200  # times its size that a file may unpack to
 FREE_BYTES = 2**27  # that any file may unpack to; parsed, these can take twenty times as much memory
 BATCH_BYTES = 2**30  # of memory for a batch of rows, beside what the file may unpack to
 BUFFER_BYTES = 2**17
@@ -26,11 +27,10 @@ class Unpacking:
 
     Args:
         file: told in the message.
-        max_ratio: `data.max_unpack_ratio`, times its size that a file may unpack to.
     """
 
-    def __init__(self, file: RowFile, max_ratio: int) -> None:
-        self.file, self.max_ratio = file, max_ratio
+    def __init__(self, file: RowFile) -> None:
+        self.file = file
         self._limit = FREE_BYTES
         self._num_packed: Callable[[], int] = lambda: 0  # bytes of the file that have been read
 
@@ -80,14 +80,13 @@ class Unpacking:
             raise self._too_much() from None
 
     def _find_limit(self) -> int:
-        self._limit = max(FREE_BYTES, self.max_ratio * self._num_packed())
+        self._limit = max(FREE_BYTES, MAX_RATIO * self._num_packed())
         return self._limit
 
     def _too_much(self) -> DataError:
         return DataError(
-            f"{self.file} unpacks to more than {show_bytes(self._limit)}, which is more than data.max_unpack_ratio="
-            f"{self.max_ratio} times its size: such files are made to fill memory and disks. If you trust it, set"
-            " data.max_unpack_ratio to more."
+            f"{self.file} unpacks to more than {show_bytes(self._limit)}, more than {MAX_RATIO} times its size: "
+            "such files are made to fill memory and disks. If you trust it, unpack it yourself."
         )
 
 

@@ -36,18 +36,9 @@ from qlora_fsdp.layers.kernels.launch import moves
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
-STORAGE_DTYPES = {  # of the values of `quant.bnb_4bit_quant_storage`
-    "auto": torch.bfloat16,  # every supported torch shards it
-    "uint8": torch.uint8,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
-
-
-def parse_storage(name: str) -> torch.dtype:
-    """The dtype that `quant.bnb_4bit_quant_storage` names."""
-    return STORAGE_DTYPES[name]
+# In which bitsandbytes writes codes: its bnb_4bit_quant_storage. Here they are kept and gathered in bfloat16, which
+# every supported torch shards.
+STORAGE_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
