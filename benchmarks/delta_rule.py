@@ -1,8 +1,8 @@
 """How long a layer's gated delta rule takes, forward and backward: `python benchmarks/delta_rule.py`.
 
 In bfloat16, with heads as in Qwen3.5-9B (16 of keys and 32 of values, of 128 channels) and a row every 300 tokens,
-replayed as a CUDA graph, beside transformers' function of plain torch; then each kernel's part. Prints a line of JSON
-for each size: milliseconds, and the most memory that a step allocates.
+replayed as a CUDA graph, beside transformers' function of plain torch. For each size it prints a line of JSON with
+milliseconds and the most memory that a step allocates, and one with each kernel's part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
         step()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
+    elapsed: float = start.elapsed_time(end)
+    return elapsed / repeats
 
 
 def as_graph(step: Callable[[], object]) -> Callable[[], object]:
@@ -49,56 +50,61 @@ def as_graph(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def main() -> None:
-    """Measure all sizes."""
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
-    for batch, length in SIZES:
-        torch.manual_seed(0)
-        heads = (KEY_HEADS, KEY_HEADS, VALUE_HEADS)
-        vectors = [torch.randn(batch, length, n, WIDTH, device="cuda").bfloat16() for n in heads]
-        gate = -torch.rand(batch, length, VALUE_HEADS, device="cuda") * 0.5
-        beta = torch.rand(batch, length, VALUE_HEADS, device="cuda")
-        inputs = [tensor.requires_grad_() for tensor in (*vectors, gate, beta)]
-        rows = (torch.arange(length, device="cuda") // ROW).int().expand(batch, -1).contiguous()
-        weights = torch.randn(batch, length, VALUE_HEADS, WIDTH, device="cuda").bfloat16()
+def measure(batch: int, length: int) -> None:
+    """Measure one size, and print its figures and the kernels' parts."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, batch, length, KEY_HEADS, WIDTH, device="cuda").bfloat16().unbind()
+    value = torch.randn(batch, length, VALUE_HEADS, WIDTH, device="cuda").bfloat16()
+    gate = -torch.rand(batch, length, VALUE_HEADS, device="cuda") * 0.5
+    beta = torch.rand(batch, length, VALUE_HEADS, device="cuda")
+    inputs = (query, key, value, gate, beta)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    rows = (torch.arange(length, device="cuda") // ROW).int().expand(batch, -1).contiguous()
+    grad_output = torch.randn(value.shape, device="cuda").bfloat16()
+    channels = 2 * KEY_HEADS * WIDTH + VALUE_HEADS * WIDTH
+    x = torch.randn(batch, length, channels, device="cuda").bfloat16().requires_grad_()
+    taps = torch.randn(channels, 4, device="cuda").bfloat16()
+    grad_convolved = torch.randn(x.shape, device="cuda").bfloat16()
 
-        def ours(inputs=inputs, rows=rows, weights=weights) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(gated_delta_rule(*inputs, rows), inputs, weights)
-
-        def stock(inputs=inputs, weights=weights) -> tuple[Tensor, ...]:
-            found, _state = unwrap(torch_chunk_gated_delta_rule)(*inputs, use_qk_l2norm_in_kernel=True)
-            return torch.autograd.grad(found, inputs, weights)
-
-        channels = 2 * KEY_HEADS * WIDTH + VALUE_HEADS * WIDTH
-        x = torch.randn(batch, length, channels, device="cuda").bfloat16().requires_grad_()
-        taps = torch.randn(channels, 4, device="cuda").bfloat16()
-        grad = torch.randn_like(x)
-
-        def convolve(x=x, taps=taps, rows=rows, grad=grad) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(short_convolution(x, taps, None, rows, True), x, grad)
-
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        ours()
-        peak = torch.cuda.max_memory_allocated() - held
+    def forward() -> Tensor:
         with torch.no_grad():
-            forward = milliseconds(as_graph(lambda inputs=inputs, rows=rows: gated_delta_rule(*inputs, rows)))
-        figures = {
-            "tokens": f"{batch} x {length}",
-            "forward": round(forward, 3),
-            "forward and backward": round(milliseconds(as_graph(ours)), 3),
-            "convolution": round(milliseconds(as_graph(convolve)), 3),
-            "transformers, launched": round(milliseconds(stock, 2), 1),
-            "peak GiB": round(peak / 2**30, 2),
-        }
-        print(json.dumps(figures), flush=True)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            ours()
-            torch.cuda.synchronize()
-        kernels = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
-        parts = {event.key[:40]: round(event.device_time_total / 1000, 3) for event in kernels[:12]}
-        print(json.dumps(parts), flush=True)
+            return gated_delta_rule(query, key, value, gate, beta, rows)
+
+    def ours() -> tuple[Tensor, ...]:
+        found = gated_delta_rule(query, key, value, gate, beta, rows)
+        return torch.autograd.grad(found, inputs, grad_output)
+
+    def stock() -> tuple[Tensor, ...]:
+        found = unwrap(torch_chunk_gated_delta_rule)(*inputs, use_qk_l2norm_in_kernel=True)[0]
+        return torch.autograd.grad(found, inputs, grad_output)
+
+    def convolve() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(short_convolution(x, taps, None, rows, True), x, grad_convolved)
+
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    ours()
+    peak = torch.cuda.max_memory_allocated() - held
+    figures = {
+        "tokens": f"{batch} x {length}",
+        "forward": round(milliseconds(as_graph(forward)), 3),
+        "forward and backward": round(milliseconds(as_graph(ours)), 3),
+        "convolution": round(milliseconds(as_graph(convolve)), 3),
+        "transformers, launched": round(milliseconds(stock, 2), 1),
+        "peak GiB": round(peak / 2**30, 2),
+    }
+    print(json.dumps(figures), flush=True)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        ours()
+        convolve()
+        torch.cuda.synchronize()
+    kernels = [event for event in seen.key_averages() if event.device_time_total > 0]
+    kernels.sort(key=lambda event: -event.device_time_total)
+    print(json.dumps({event.key[:40]: round(event.device_time_total / 1000, 3) for event in kernels}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
+    for size in SIZES:
+        measure(*size)

@@ -68,8 +68,9 @@ def test_the_convolution(has_silu: bool):
     rows = (torch.arange(1000, device="cuda") // 130).int().expand(2, -1).contiguous()
     weights = torch.randn(2, 1000, 1000, device="cuda")
     found = with_gradients(lambda x: short_convolution(x, weight, bias, rows, has_silu), [x], weights)
-    trained = [weight.float().requires_grad_(), bias.float()]  # plain torch computes what is trained
-    expected = with_gradients(lambda x: short_convolution(x, *trained, rows, has_silu), [x.float()], weights)
+    trained = weight.float().requires_grad_()  # with a weight that is trained plain torch computes it
+    wide = bias.float()
+    expected = with_gradients(lambda x: short_convolution(x, trained, wide, rows, has_silu), [x.float()], weights)
     assert_close(found, expected)
 
 

@@ -15,9 +15,32 @@ from torch import Tensor
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 CHUNK = 64  # tokens of a chunk: a power of two and at least 32
-VALUES = 64  # columns of the values, and of a state, that a loop takes at a time
-SCAN_VALUES = 32  # columns of a state that one program of a scan follows
 EPSILON = 1e-6  # under the root of the norm of queries and keys, as in transformers
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel goes about its chunk.
+
+    Attributes:
+        values: columns of the values, and of a state, that are computed at a time.
+        num_warps: warps of a program.
+        num_stages: how many steps of a loop are in shared memory at a time.
+    """
+
+    values: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        """The arguments of a launch."""
+        return {"E": self.values, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# The fastest on an H100 for heads of 128 channels (benchmarks/delta_rule.py).
+SYSTEM = Tiles(values=64, num_warps=4, num_stages=1)
+SCAN = Tiles(values=32, num_warps=4, num_stages=2)
+OUTPUT = Tiles(values=64, num_warps=4, num_stages=1)
 
 
 @dataclass(frozen=True)
@@ -382,10 +405,8 @@ def solve(chunks: Chunks, for_backward: bool = False) -> tuple[Tensor, Tensor, T
         u,
         w,
         inverse,
-        E=VALUES,
         STORES_INVERSE=for_backward,
-        num_warps=4,
-        num_stages=1,
+        **SYSTEM.options(),
         **chunks.options(),
     )
     return u, w, inverse
@@ -397,7 +418,7 @@ def scan(chunks: Chunks, u: Tensor, w: Tensor, in_place: bool) -> tuple[Tensor, 
     new = u if in_place else torch.empty_like(u)
     num_chunks, num_heads = chunks.grid
     states = value.new_empty(num_heads, num_chunks, chunks.key.shape[3], value.shape[3])
-    _scan_kernel[(triton.cdiv(value.shape[3], SCAN_VALUES), num_heads)](
+    _scan_kernel[(triton.cdiv(value.shape[3], SCAN.values), num_heads)](
         chunks.query,
         chunks.key,
         value,
@@ -409,9 +430,7 @@ def scan(chunks: Chunks, u: Tensor, w: Tensor, in_place: bool) -> tuple[Tensor, 
         new,
         states,
         num_chunks,
-        E=SCAN_VALUES,
-        num_warps=4,
-        num_stages=2,
+        **SCAN.options(),
         **chunks.options(),
     )
     return new, states
@@ -433,9 +452,7 @@ def forward(chunks: Chunks) -> Tensor:
         states,
         output,
         chunks.key.shape[3] ** -0.5,
-        E=VALUES,
-        num_warps=4,
-        num_stages=1,
+        **OUTPUT.options(),
         **chunks.options(),
     )
     return output

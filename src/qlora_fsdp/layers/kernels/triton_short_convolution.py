@@ -1,6 +1,6 @@
 """Triton kernels of a short causal convolution along tokens, each channel by itself (layers/recurrent/convolution.py).
 
-Forward reads a tile of tokens once for each tap. Backward makes the sums before the activation again.
+A program goes from token to token, with the last ones in registers, so that each value is read once.
 """
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
@@ -11,26 +11,41 @@ from torch import Tensor
 
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
-TOKENS = 32  # of a tile
-CHANNELS = 128
+MAX_TAPS = 4
+TOKENS = 64  # of a program; at its beginning it reads the three before them, or in backward behind them, once more
+CHANNELS = 512
+UNROLLED = 4  # tokens that are loaded together
 
 
 @triton.jit
-def _convolve(x, weight, bias, rows, tokens, channels, row, num_tokens, width, stride_t, TAPS: tl.constexpr, HAS_BIAS):
-    """Sums over the taps, [tokens, channels], float32. `row` is the row of each of the tokens."""
-    is_channel = channels < width
-    total = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(TAPS):
-        source = tokens - (TAPS - 1 - tap)
-        is_source = (source >= 0) & (source < num_tokens)
-        is_seen = is_source & (tl.load(rows + source, mask=is_source, other=-1) == row)
-        factor = tl.load(weight + channels * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
-        places = source.to(tl.int64)[:, None] * stride_t + channels[None, :]
-        tile = tl.load(x + places, mask=is_seen[:, None] & is_channel[None, :], other=0.0)
-        total += tile.to(tl.float32) * factor[None, :]
-    return total
+def _load_token(x, rows, token, num_tokens, stride_t, channels, is_channel):
+    """The channels of a token, float32, and the row that it belongs to; 0 and -1 before the first, behind the last."""
+    tokens = tl.zeros(channels.shape, tl.int32) + token  # the same for all channels
+    is_there = is_channel & (tokens >= 0) & (tokens < num_tokens)
+    values = tl.load(x + tokens.to(tl.int64) * stride_t + channels, mask=is_there, other=0.0).to(tl.float32)
+    return values, tl.load(rows + tokens, mask=is_there, other=-1)
+
+
+@triton.jit
+def _store_token(x, values, token, num_tokens, width, channels, is_channel):
+    """The reverse, for tokens that follow one another."""
+    tokens = tl.zeros(channels.shape, tl.int32) + token
+    is_there = is_channel & (tokens >= 0) & (tokens < num_tokens)
+    tl.store(x + tokens.to(tl.int64) * width + channels, values.to(x.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _load_tap(weight, channels, is_channel, BACK: tl.constexpr, TAPS: tl.constexpr):
+    """What the value of BACK tokens ago is multiplied by."""
+    taps = tl.zeros(channels.shape, tl.float32)
+    if BACK < TAPS:
+        taps += tl.load(weight + channels * TAPS + (TAPS - 1 - BACK), mask=is_channel, other=0.0).to(tl.float32)
+    return taps
+
+
+@triton.jit
+def _where_same(one, other, value):
+    return tl.where(one == other, value, 0.0)
 
 
 @kernel
@@ -50,21 +65,39 @@ def _forward_kernel(
     HAS_SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(0) * TOKENS
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_token = tokens < num_tokens
+    is_channel = channels < width
     x += batch * stride_b
     rows += batch * num_tokens
     y += batch * num_tokens * width
-    row = tl.load(rows + tokens, mask=is_token, other=-2)
-    total = _convolve(x, weight, bias, rows, tokens, channels, row, num_tokens, width, stride_t, TAPS, HAS_BIAS)
-    if HAS_SILU:
-        total *= tl.sigmoid(total)
-    places = tokens.to(tl.int64)[:, None] * width + channels[None, :]
-    is_there = is_token[:, None] & (channels < width)[None, :]
-    tl.store(y + places, total.to(y.dtype.element_ty), mask=is_there)
+    w0 = _load_tap(weight, channels, is_channel, 0, TAPS)
+    w1 = _load_tap(weight, channels, is_channel, 1, TAPS)
+    w2 = _load_tap(weight, channels, is_channel, 2, TAPS)
+    w3 = _load_tap(weight, channels, is_channel, 3, TAPS)
+    constant = tl.zeros([CHANNELS], tl.float32)
+    if HAS_BIAS:
+        constant += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+    x3, row3 = _load_token(x, rows, first - 3, num_tokens, stride_t, channels, is_channel)
+    x2, row2 = _load_token(x, rows, first - 2, num_tokens, stride_t, channels, is_channel)
+    x1, row1 = _load_token(x, rows, first - 1, num_tokens, stride_t, channels, is_channel)
+    for start in range(0, TOKENS, UNROLLED):
+        for step in tl.static_range(UNROLLED):
+            token = first + start + step
+            x0, row0 = _load_token(x, rows, token, num_tokens, stride_t, channels, is_channel)
+            total = constant + w0 * x0
+            total += w1 * _where_same(row1, row0, x1)
+            total += w2 * _where_same(row2, row0, x2)
+            total += w3 * _where_same(row3, row0, x3)
+            if HAS_SILU:
+                total *= tl.sigmoid(total)
+            _store_token(y, total, token, num_tokens, width, channels, is_channel)
+            x3, row3 = x2, row2
+            x2, row2 = x1, row1
+            x1, row1 = x0, row0
 
 
 @kernel
@@ -85,32 +118,53 @@ def _backward_kernel(
     HAS_SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):
+    # Forward in time as well: at a token the gradient before the activation is made, and with it that of the value
+    # three tokens ago is complete.
     batch = tl.program_id(2).to(tl.int64)
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(0) * TOKENS
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_token = tokens < num_tokens
     is_channel = channels < width
     x += batch * stride_b
     rows += batch * num_tokens
     grad_y += batch * num_tokens * width
     grad_x += batch * num_tokens * width
-    row = tl.load(rows + tokens, mask=is_token, other=-2)
-    grad = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for tap in tl.static_range(TAPS):
-        target = tokens + (TAPS - 1 - tap)
-        is_target = target < num_tokens
-        is_seen = is_target & (tl.load(rows + target, mask=is_target, other=-1) == row)
-        places = target.to(tl.int64)[:, None] * width + channels[None, :]
-        part = tl.load(grad_y + places, mask=is_seen[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-        if HAS_SILU:
-            total = _convolve(x, weight, bias, rows, target, channels, row, num_tokens, width, stride_t, TAPS, HAS_BIAS)
-            sigmoid = tl.sigmoid(total)
-            part *= sigmoid * (1.0 + total * (1.0 - sigmoid))
-        factor = tl.load(weight + channels * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
-        grad += part * factor[None, :]
-    places = tokens.to(tl.int64)[:, None] * width + channels[None, :]
-    tl.store(grad_x + places, grad.to(grad_x.dtype.element_ty), mask=is_token[:, None] & is_channel[None, :])
+    w0 = _load_tap(weight, channels, is_channel, 0, TAPS)
+    w1 = _load_tap(weight, channels, is_channel, 1, TAPS)
+    w2 = _load_tap(weight, channels, is_channel, 2, TAPS)
+    w3 = _load_tap(weight, channels, is_channel, 3, TAPS)
+    constant = tl.zeros([CHANNELS], tl.float32)
+    if HAS_BIAS:
+        constant += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+    x3, row3 = _load_token(x, rows, first - 3, num_tokens, stride_t, channels, is_channel)
+    x2, row2 = _load_token(x, rows, first - 2, num_tokens, stride_t, channels, is_channel)
+    x1, row1 = _load_token(x, rows, first - 1, num_tokens, stride_t, channels, is_channel)
+    of1 = tl.zeros([CHANNELS], tl.float32)
+    of2 = tl.zeros([CHANNELS], tl.float32)
+    of3 = tl.zeros([CHANNELS], tl.float32)
+    for start in range(0, TOKENS + UNROLLED, UNROLLED):  # with the tokens behind, which the last ones act upon
+        for step in tl.static_range(UNROLLED):
+            token = first + start + step
+            x0, row0 = _load_token(x, rows, token, num_tokens, stride_t, channels, is_channel)
+            grad, _row = _load_token(grad_y, rows, token, num_tokens, width, channels, is_channel)
+            if HAS_SILU:
+                total = constant + w0 * x0
+                total += w1 * _where_same(row1, row0, x1)
+                total += w2 * _where_same(row2, row0, x2)
+                total += w3 * _where_same(row3, row0, x3)
+                sigmoid = tl.sigmoid(total)
+                grad *= sigmoid * (1.0 + total * (1.0 - sigmoid))
+            done = of3 + w3 * _where_same(row3, row0, grad)
+            if start + step >= 3:
+                end = tl.minimum(first + TOKENS, num_tokens)
+                _store_token(grad_x, done, token - 3, end, width, channels, is_channel)
+            of3 = of2 + w2 * _where_same(row2, row0, grad)
+            of2 = of1 + w1 * _where_same(row1, row0, grad)
+            of1 = w0 * grad
+            x3, row3 = x2, row2
+            x2, row2 = x1, row1
+            x1, row1 = x0, row0
 
 
 def forward(x_BTC: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, has_silu: bool) -> Tensor:
@@ -147,5 +201,6 @@ def _options(weight: Tensor, bias: Tensor | None, has_silu: bool) -> dict[str, o
         "HAS_SILU": has_silu,
         "TOKENS": TOKENS,
         "CHANNELS": CHANNELS,
+        "UNROLLED": UNROLLED,
         "num_warps": 4,
     }

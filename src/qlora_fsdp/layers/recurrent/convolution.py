@@ -27,7 +27,8 @@ def short_convolution(x_BTC: Tensor, weight: Tensor, bias: Tensor | None, rows: 
         has_silu: apply SiLU to the sums.
     """
     is_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if has_kernels(x_BTC) and not is_trained:
+    is_short = weight.shape[1] <= triton_short_convolution.MAX_TAPS
+    if has_kernels(x_BTC) and is_short and not is_trained:
         return cast(Tensor, _ShortConvolution.apply(x_BTC, weight, bias, rows, has_silu))  # type: ignore[no-untyped-call]
     wide = x_BTC.to(weight.dtype)
     total = torch.zeros_like(wide) if bias is None else bias.expand_as(wide)
