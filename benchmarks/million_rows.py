@@ -31,7 +31,7 @@ MIB = 2**20
 IN_A_RANK = """
 import json, sys, time, psutil
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.data.split import split_batches
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
@@ -44,7 +44,8 @@ process = psutil.Process()
 memory, cpu, started = process.memory_full_info().uss, sum(process.cpu_times()[:2]), time.perf_counter()
 train = prepare_data(DataSpec.of(config), tokenizer, one_process(), len(tokenizer)).train
 cpu = sum(process.cpu_times()[:2]) - cpu
-split = split_batches(config.training, 1, len(train))
+steps = StepSpec.of(config.training, config.optim, 1, micro_batch_size=config.training.micro_batch_size)
+split = split_batches(steps, 1, len(train))
 next(GlobalBatches(train, split, seed=0, rank=0).micro_batches(split.num_steps // 2))
 seconds = time.perf_counter() - started
 for sequence in np.random.default_rng(0).integers(len(train), size=1000):

@@ -21,7 +21,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
 if TYPE_CHECKING:
@@ -129,7 +129,14 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     if isinstance(trained.model, Classifier):
         trained.model.weigh_classes(data.train, processes.device)
     started = time.perf_counter()
-    split = split_batches(config.training, processes.num_ranks, len(data.train))
+    size = config.training.micro_batch_size
+    steps = StepSpec.of(
+        config.training,
+        config.optim,
+        processes.num_ranks,
+        micro_batch_size=size if isinstance(size, int) else 1,  # auto: one sequence at a time
+    )
+    split = split_batches(steps, processes.num_ranks, len(data.train))
     passes = EagerPasses(trained.model, processes.device, PhasePeaks(processes.device))
     found = evaluate(trained.model, data.train, split, passes, processes)
     assert found is not None  # only training can be told to stop

@@ -100,7 +100,14 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         fits = any(row["gpus"] == hardware.count for row in figures["longest"])
     else:
         choice = choose(work, target, hardware.gpu)
-        check_graph(choice.plan.work.config, choice.plan.policies, config.lora.lora_dropout > 0, is_cuda=True)
+        planned = choice.plan.work
+        check_graph(
+            planned.modules,
+            planned.config.fsdp.cpu_offload,
+            choice.plan.policies,
+            has_dropout=config.lora.lora_dropout > 0,
+            is_cuda=True,
+        )
         lines, figures = _describe(choice, hardware, target)
         notes = [*work.model.notes(work.modules), *([rounded] if rounded else [])]
         lines += [*padded, *(f"Note: {note}" for note in notes)]

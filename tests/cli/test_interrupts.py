@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from qlora_fsdp import __version__
-from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
+from qlora_fsdp.config.schema import CheckpointConfig, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.records import run_folder
 from qlora_fsdp.runtime import signals
@@ -206,7 +206,5 @@ def test_what_the_same_command_would_not_go_on_from(tmp_path: Path) -> None:
         ("auto", True, "without run.overwrite=true "),
         ("none", False, "without checkpoint.resume=none "),
     ):
-        config = Config(
-            run=RunConfig(folder=str(tmp_path), overwrite=overwrite), checkpoint=CheckpointConfig(resume=resume)
-        )
-        assert describe_kept(config) == f"Step 7 is saved: {setting}{GOES_ON}"
+        run, settings = RunConfig(folder=str(tmp_path), overwrite=overwrite), CheckpointConfig(resume=resume)
+        assert describe_kept(run, settings) == f"Step 7 is saved: {setting}{GOES_ON}"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.config.specs import TaskSpec
+from qlora_fsdp.config.specs import ShardSpec, TaskSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
 from qlora_fsdp.memory.moments import WORKSPACE
@@ -110,7 +110,7 @@ def held_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, int]]:
     for case, arguments in cases.items():
         config = read(arguments)
         model = build(config, torch.bfloat16)
-        shard_model(model, config.fsdp, processes)
+        shard_model(model, ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks), processes)
         place(model)
         params = [p for p in model.parameters() if p.requires_grad]
         optimizer = make_optimizer(params, config.optim, 0.0)
@@ -189,7 +189,7 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
         config = read(arguments)
         model = build(config, torch.float32)
         set_activation_policy(model.layers, [policy_of(config)] * len(model.layers))
-        shard_model(model, config.fsdp, processes)
+        shard_model(model, ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks), processes)
         place(model)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optim, 0.0)
         length = config.training.max_length
@@ -222,7 +222,7 @@ def proof_bytes(arguments: Sequence[str]) -> tuple[int, int]:
     sharded_rows.PIECE_BYTES = 2**20
     processes, config = start_processes(60), read(arguments)
     model = build(config, torch.float32)
-    units = shard_model(model, config.fsdp, processes)
+    units = shard_model(model, ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks), processes)
     place(model)
     with LiveBytes([*model.parameters(), *model.buffers()]) as live:
         held = live.peak

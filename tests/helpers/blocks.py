@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import FsdpConfig
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.runtime import rows as sharded_rows
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
@@ -95,7 +96,9 @@ def load_blocks(
             key = f"{name}.{attribute}"
             if key in stored and getattr(module, attribute) is not None:
                 assignments.append(Assignment(key, module, attribute, stored[key]))
-    units = shard_model(model, FsdpConfig(cpu_offload=cpu_offload), processes)
+    settings = FsdpConfig(cpu_offload=cpu_offload)
+    spec = ShardSpec.of(settings, processes.num_ranks, processes.local_num_ranks)
+    units = shard_model(model, spec, processes)
     place_model(model, torch.device("cpu") if cpu_offload else processes.device, processes.device)
     fill_from_files(assignments, processes.device, dtype)
     return model, units

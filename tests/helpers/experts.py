@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import FsdpConfig, ModelConfig, QuantConfig, QuantType4bit
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLayer
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
@@ -86,7 +87,7 @@ class Whole(nn.Module):
 def load(meta: MetaModel, assignments: list[Assignment], processes: Processes, piece_bytes: int = PIECE_BYTES) -> Parts:
     """Shard, fill and prove a model as a run does; what FSDP gathers, by name. Codes and scales come as bytes."""
     model = Whole(meta.model)
-    units = shard_model(model, FsdpConfig(), processes)
+    units = shard_model(model, ShardSpec.of(FsdpConfig(), processes.num_ranks, processes.local_num_ranks), processes)
     place_model(model, processes.device, processes.device)
     row_reader.PIECE_BYTES = piece_bytes
     try:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from qlora_fsdp.common.errors import ResumeError
 from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training.checkpoints.checkpoint import (
     Checkpoint,
@@ -341,10 +342,9 @@ def test_a_step_that_the_run_does_not_reach_is_refused(tmp_path: Path):
 
 def test_counts_of_other_data_are_shown_without_what_a_terminal_obeys(tmp_path: Path):
     data: Any = SimpleNamespace(describe=lambda: {"num_tokens": 5})
-    settings = SimpleNamespace(path="rows.jsonl", mix={}, streaming=False)
-    own: Any = SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=[]), data=settings)
+    settings = DataConfig(path="rows.jsonl")
     with pytest.raises(ResumeError, match=r"num_tokens is 5, was \?\]0;owned\?\."):
-        check_data(Checkpoint(tmp_path, 5, 1, {}, {"num_tokens": "\x1b]0;owned\x07"}), data, own)  # type: ignore[dict-item]
+        check_data(Checkpoint(tmp_path, 5, 1, {}, {"num_tokens": "\x1b]0;owned\x07"}), data, settings, True, [])  # type: ignore[dict-item]
 
 
 def test_what_contradicts_the_model_or_itself_is_refused(tmp_path: Path):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from qlora_fsdp.common.errors import TrainingError
-from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
+from qlora_fsdp.config.schema import OnBadStep
+from qlora_fsdp.config.specs import StepSpec
 from qlora_fsdp.data.sequences import RandomRows, SequenceSettings, make_sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.training.bad_steps import MAX_IN_A_ROW, BadSteps
@@ -20,12 +21,12 @@ from qlora_fsdp.training.checkpoints.saver import Saved
 NORMS = [1.0 + 0.01 * i for i in range(20)]
 
 
-def judge(folder: Path, norms: list[float], **config: Any) -> BadSteps:
+def judge(folder: Path, norms: list[float], **settings: Any) -> BadSteps:
     rows = RandomRows(8, 4, 10, 0)
     data = make_sequences(rows, np.arange(8), SequenceSettings(4, 0, packing=False, seed=0))
     processes: Any = SimpleNamespace(rank=0, is_main=True, gather=lambda value: [value], share=lambda value: value)
     saver: Any = SimpleNamespace(save=lambda step: Saved(True, f"Step {step} is saved."), restore=lambda: None)
-    return BadSteps(TrainingConfig(**config), folder, data, BatchSplit(2, 2, 1, 4, 8), str, norms, saver, processes)
+    return BadSteps(StepSpec(2, 2, **settings), folder, data, BatchSplit(2, 2, 1, 4, 8), str, norms, saver, processes)
 
 
 def check(bad_steps: BadSteps, loss: float, norm: float) -> bool:

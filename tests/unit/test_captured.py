@@ -11,6 +11,7 @@ from tests.helpers.plans import traced
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import check_graph, is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
@@ -102,19 +103,21 @@ def test_the_plan_knows_which_runs_record(model: str, setting: str, expected: bo
 )
 def test_which_runs_record(settings: list[str], policy: Policy, reason: str | None):
     config = load_config(["model=tiny", "data=random", "training.max_steps=1", *settings])
-    found = why_not_captured(config, [Policy.none, policy], has_dropout=config.lora.lora_dropout > 0)
+    has_dropout = config.lora.lora_dropout > 0
+    modules, cpu_offload = ModuleSpec.of(config), config.fsdp.cpu_offload
+    found = why_not_captured(modules, cpu_offload, [Policy.none, policy], has_dropout)
     assert (found is None) if reason is None else reason in (found or "")
 
 
 def test_a_run_that_is_to_record_and_cannot_is_refused():
     config = load_config(["model=tiny", "data=random", "training.max_steps=1", "compute.cuda_graph=true"])
-    check_graph(config, [Policy.none], has_dropout=False, is_cuda=True)
+    check_graph(ModuleSpec.of(config), False, [Policy.none], has_dropout=False, is_cuda=True)
     with pytest.raises(ConfigError, match=r"compute.cuda_graph=true can't be had: what comes from host memory"):
-        check_graph(config, [Policy.offload], has_dropout=False, is_cuda=True)
+        check_graph(ModuleSpec.of(config), False, [Policy.offload], has_dropout=False, is_cuda=True)
     with pytest.raises(ConfigError, match=r"compute.cuda_graph=true can't be had: there is no GPU"):
-        check_graph(config, [Policy.none], has_dropout=False, is_cuda=False)
+        check_graph(ModuleSpec.of(config), False, [Policy.none], has_dropout=False, is_cuda=False)
     config.compute.cuda_graph = "auto"
-    check_graph(config, [Policy.offload], has_dropout=False, is_cuda=True)
+    check_graph(ModuleSpec.of(config), False, [Policy.offload], has_dropout=False, is_cuda=True)
 
 
 def test_an_adapter_as_the_reference_in_the_step_is_launched():
@@ -122,4 +125,5 @@ def test_an_adapter_as_the_reference_in_the_step_is_launched():
         ["model=tiny", "data=random", "training.max_steps=1", "task=preference", "preference.precompute=false"]
     )
     config.lora.start = "adapter"
-    assert "changes places" in (why_not_captured(config, [Policy.none], has_dropout=False) or "")
+    found = why_not_captured(ModuleSpec.of(config), False, [Policy.none], has_dropout=False)
+    assert "changes places" in (found or "")

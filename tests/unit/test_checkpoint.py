@@ -20,7 +20,9 @@ from tests.helpers.run_folders import start_folder
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
+from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import Config, ShardingStrategy
+from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.records import run_folder
@@ -165,11 +167,11 @@ def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path, processes: Proc
         save(tmp_path / "checkpoints", step, processes)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000010").rename(folder / ".step-00000010.0123456789abcdef.tmp")
-    found = find_checkpoint(config(f"run.folder={tmp_path}"))
+    found = find_checkpoint_of(config(f"run.folder={tmp_path}"))
     assert found is not None and found.step == 4
-    assert find_checkpoint(config(f"run.folder={tmp_path}", "checkpoint.resume=none")) is None
-    assert find_checkpoint(config(f"run.folder={tmp_path}", "run.overwrite=true")) is None
-    older = find_checkpoint(config(f"run.folder={tmp_path}", f"checkpoint.resume={folder}/step-00000002"))
+    assert find_checkpoint_of(config(f"run.folder={tmp_path}", "checkpoint.resume=none")) is None
+    assert find_checkpoint_of(config(f"run.folder={tmp_path}", "run.overwrite=true")) is None
+    older = find_checkpoint_of(config(f"run.folder={tmp_path}", f"checkpoint.resume={folder}/step-00000002"))
     assert older is not None and older.step == 2
     remove_checkpoints(folder, keep=checkpoint_folders(folder)[-1:])
     assert [path.name for path in folder.iterdir()] == ["step-00000004"]
@@ -188,7 +190,7 @@ def test_a_restart_by_the_batch_system_goes_on_whatever_the_first_start_did(
     starts = [[f"run.folder={run}", how] for how in ("run.overwrite=true", "checkpoint.resume=none", of_other)]
 
     def steps() -> list[int | None]:
-        return [getattr(find_checkpoint(config(*argv)), "step", None) for argv in starts]
+        return [getattr(find_checkpoint_of(config(*argv)), "step", None) for argv in starts]
 
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     assert steps() == [None, None, 7]
@@ -209,17 +211,17 @@ def test_resume_names_what_it_could_go_on_from(tmp_path: Path, processes: Proces
         save(tmp_path / "checkpoints", step, processes)
     for given in (tmp_path, tmp_path / "checkpoints"):
         with pytest.raises(ResumeError, match=rf"resume={given} is no checkpoint.*step-00000004, the newest"):
-            find_checkpoint(config(f"checkpoint.resume={given}"))
+            find_checkpoint_of(config(f"checkpoint.resume={given}"))
     with pytest.raises(ResumeError, match=r"no checkpoint: it has no manifest\.json\. Set checkpoint\.resume=FOLDER"):
-        find_checkpoint(config("checkpoint.resume=/nowhere"))
+        find_checkpoint_of(config("checkpoint.resume=/nowhere"))
     inner = tmp_path / "checkpoints" / "step-00000004" / "adapter"
     with pytest.raises(ResumeError, match=rf"is no checkpoint.* Set checkpoint\.resume={inner.parent}, which"):
-        find_checkpoint(config(f"checkpoint.resume={inner}"))
+        find_checkpoint_of(config(f"checkpoint.resume={inner}"))
     with pytest.raises(ResumeError, match=r"resume=true is no checkpoint.* Set checkpoint\.resume=auto, the default"):
-        find_checkpoint(config("checkpoint.resume=true"))
+        find_checkpoint_of(config("checkpoint.resume=true"))
     (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     with pytest.raises(ResumeError, match=r"Set checkpoint\.resume=\S+step-00000002, or checkpoint\.resume=none"):
-        find_checkpoint(config(f"run.folder={tmp_path}"))
+        find_checkpoint_of(config(f"run.folder={tmp_path}"))
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
@@ -237,9 +239,29 @@ def config(*more: str) -> Config:
     return load_config(["model=tiny", "data=random", "training.max_steps=9", *batch, *more])
 
 
+def find_checkpoint_of(config: Config) -> Checkpoint | None:
+    return find_checkpoint(config.run, config.checkpoint)
+
+
+def settings_in(config: Config, num_ranks: int) -> dict[str, Any]:
+    return settings_of(plain_settings(config), num_ranks)
+
+
+def changes_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> list[str]:
+    return check_changes(checkpoint, settings_in(config, num_ranks), config.optim.name, num_ranks)
+
+
+def check_data_of(checkpoint: Checkpoint, data: Any, config: Config) -> None:
+    check_data(checkpoint, data, config.data, config.training.packing, config.checkpoint.allow_changes)
+
+
+def check_base_of(checkpoint: Checkpoint, base: str, config: Config) -> None:
+    check_base(checkpoint, base, config.model.path, config.checkpoint.allow_changes)
+
+
 def changes(old: list[str], new: list[str], old_ranks: int = 2, new_ranks: int = 2) -> list[str]:
-    checkpoint = Checkpoint(Path("c"), 5, old_ranks, json.loads(json.dumps(settings_of(config(*old), old_ranks))), {})
-    return check_changes(checkpoint, config(*new), new_ranks)
+    checkpoint = Checkpoint(Path("c"), 5, old_ranks, json.loads(json.dumps(settings_in(config(*old), old_ranks))), {})
+    return changes_of(checkpoint, config(*new), new_ranks)
 
 
 def test_harmless_changes_are_listed():
@@ -308,10 +330,10 @@ def test_other_sequences_of_the_same_rows_are_no_other_data():
     with pytest.raises(
         ResumeError, match=r"training\.packing=false was auto when c was written: the rows are in other"
     ):
-        check_data(checkpoint, data, config("training.packing=false"))
-    check_data(checkpoint, data, config("training.packing=false", "checkpoint.allow_changes=[training.packing]"))
+        check_data_of(checkpoint, data, config("training.packing=false"))
+    check_data_of(checkpoint, data, config("training.packing=false", "checkpoint.allow_changes=[training.packing]"))
     with pytest.raises(ResumeError, match="is not the data that c was trained on: num_sequences is 300, was 45"):
-        check_data(checkpoint, data, config())
+        check_data_of(checkpoint, data, config())
 
 
 def test_rows_in_another_order_are_other_data_whatever_else_may_change():
@@ -321,18 +343,18 @@ def test_rows_in_another_order_are_other_data_whatever_else_may_change():
 
     checkpoint = Checkpoint(Path("c"), 5, 1, {}, described([3, 5, 4]))
     data: Any = SimpleNamespace(describe=lambda: described([5, 3, 4]))
-    check_data(checkpoint, data, config("data.path=rows.jsonl", "checkpoint.allow_changes=[data.path]"))
+    check_data_of(checkpoint, data, config("data.path=rows.jsonl", "checkpoint.allow_changes=[data.path]"))
     changes = ["training.learning_rate=1", "checkpoint.allow_changes=[training.learning_rate]"]
     told = r"data\.mix=\{b: 1, a: 1\} is not the data that c was trained on: row_order is \d+, was \d+\. "
     for more in ([], changes):
         with pytest.raises(ResumeError, match=told + r"Bring .* checkpoint\.allow_changes=\[data\.mix\]\."):
-            check_data(checkpoint, data, config("data.mix={b: 1, a: 1}", *more))
+            check_data_of(checkpoint, data, config("data.mix={b: 1, a: 1}", *more))
 
 
 def test_streamed_files_that_look_changed_say_by_what():
     data: Any = SimpleNamespace(describe=lambda: {"stream": 1})
     with pytest.raises(ResumeError, match=r"stream is 1, was 2\. Files .* known by their place, size and time of"):
-        check_data(Checkpoint(Path("c"), 5, 1, {}, {"stream": 2}), data, config("data.streaming=true"))
+        check_data_of(Checkpoint(Path("c"), 5, 1, {}, {"stream": 2}), data, config("data.streaming=true"))
 
 
 def test_other_base_under_the_same_path_is_refused(tmp_path: Path):
@@ -348,10 +370,10 @@ def test_other_base_under_the_same_path_is_refused(tmp_path: Path):
     one, same, other = (fingerprint(read_headers(tmp_path / n).values()) for n in ("one", "same", "other"))
     assert one == same != other
     checkpoint = Checkpoint(Path("c"), 5, 1, {}, {}, one)
-    check_base(checkpoint, same, config())
+    check_base_of(checkpoint, same, config())
     with pytest.raises(ResumeError, match=r"model\.path=.* holds other weights"):
-        check_base(checkpoint, other, config())
-    check_base(checkpoint, other, config("checkpoint.allow_changes=[model.path]"))
+        check_base_of(checkpoint, other, config())
+    check_base_of(checkpoint, other, config("checkpoint.allow_changes=[model.path]"))
 
 
 def test_8bit_optimizer_needs_the_same_shards():
@@ -368,7 +390,7 @@ def test_8bit_optimizer_needs_the_same_shards():
 def test_a_run_goes_on_with_what_auto_chose():
     """The same split and sharding at the same number of ranks, so that sums are made in the same order."""
     chosen = ["fsdp=no_shard", "training.micro_batch_size=2", "distributed.context_parallel=2"]
-    settings = settings_of(config(*chosen, "training.global_batch_size=4"), 2)
+    settings = settings_in(config(*chosen, "training.global_batch_size=4"), 2)
     checkpoint = Checkpoint(Path("c"), 5, 2, json.loads(json.dumps(settings)), {})
     auto = ["training.micro_batch_size=auto", "training.global_batch_size=4"]
     slices = {"distributed.context_parallel": 2}
@@ -379,7 +401,7 @@ def test_a_run_goes_on_with_what_auto_chose():
     assert choices_of(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == slices, "as typed"
     size = {**slices, "training.micro_batch_size": 2}
     assert choices_of(checkpoint, config(*auto, "fsdp.reshard_after_forward=true"), 2) == size, "it asks for parts"
-    assert check_changes(checkpoint, with_values(config(*auto), kept), 2) == []
+    assert changes_of(checkpoint, with_values(config(*auto), kept), 2) == []
 
 
 def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):
@@ -387,7 +409,7 @@ def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):
     later = [{"step": 2, "eval_loss": 1.4}, {"step": 3, "loss": 1.0}]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines + later) + '{"step": 4, "lo')
-    Journal(tmp_path, config(), num_steps=9, is_main=True, first_step=2).close({})
+    Journal(tmp_path, TrackingSpec.of(config()), num_steps=9, is_main=True, first_step=2).close({})
     assert read_lines(file) == lines
 
 
@@ -396,5 +418,5 @@ def test_texts_of_before_the_checkpoint_stay_whatever_is_in_them(tmp_path: Path)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (before, after))
     file = tmp_path / "generations.jsonl"
     file.write_bytes(text.encode()[:-4])  # a run that was killed: the last line ends amid a character
-    Journal(tmp_path, config(), num_steps=9, is_main=True, first_step=2).close({})
+    Journal(tmp_path, TrackingSpec.of(config()), num_steps=9, is_main=True, first_step=2).close({})
     assert [json.loads(line) for line in file.read_bytes().splitlines()] == [before]

@@ -16,6 +16,7 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp import merge
 from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.records.console import Console, start_log, stop_log
 from qlora_fsdp.records.journal import ROWS_BETWEEN_HEADERS, Journal, ProgressTable
 from qlora_fsdp.records.run_folder import log
@@ -81,7 +82,7 @@ def record(folder: Path, terminal: Terminal) -> None:
     """A short run with a line of others in it."""
     with contextlib.redirect_stdout(terminal):
         start_log(folder)
-    journal = Journal(folder, load_config(["model=tiny", "data=random"]), 4, is_main=True)
+    journal = Journal(folder, TrackingSpec.of(load_config(["model=tiny", "data=random"])), 4, is_main=True)
     for step in (1, 2, 3):
         journal.step(figures(step, loss=float(step)))
     log.warning("\033]0;title\007 of others")
@@ -97,7 +98,8 @@ def test_the_time_that_is_left_counts_neither_the_first_evaluation_nor_the_first
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with contextlib.redirect_stdout(terminal):
         start_log(tmp_path)
-    journal = Journal(tmp_path, load_config(["model=tiny", "data=random"]), 101, is_main=True, first_step=0)
+    tracking = TrackingSpec.of(load_config(["model=tiny", "data=random"]))
+    journal = Journal(tmp_path, tracking, 101, is_main=True, first_step=0)
     shown = []
     for step, seconds in ((1, 660.0), (2, 2.0), (3, 7.0), (11, 46.0)):
         now += seconds
@@ -141,9 +143,8 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
     write_lines(folder / "metrics.jsonl", lines)
     summary = {"steps": 1200, "seconds": 3905.0, "final_loss": 2.0, "initial_eval_loss": 3.5, "eval_loss": 2.5}
-    config = load_config(["model.path=some/model", "data=random"])
     given = f"adapter='{folder}/adapter'"
-    assert describe_end(config, folder, summary).splitlines() == [
+    assert describe_end(folder, summary, is_causal=True, is_random=False, trusts_code=False).splitlines() == [
         "Finished: 1,200 steps in 1:05:05.",
         "  training loss    3.0000 -> 2.0000",
         "  evaluation loss  3.5000 -> 2.5000",
@@ -153,14 +154,14 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
         f"  qlora-fsdp merge {given} out='{folder}/merged'",
         f"  qlora-fsdp push {given} repo=ORG/NAME",
     ]
-    assert describe_end(config, folder, summary | {"steps": 1}).startswith("Finished: 1 step in ")
+    assert describe_end(folder, summary | {"steps": 1}, True, False, False).startswith("Finished: 1 step in ")
     (folder / "adapter" / "chat_template.jinja").unlink()
     (asks,) = commands_for(folder / "adapter", is_causal=True, is_random=True, trusts_code=False)
     assert asks == f'qlora-fsdp generate {given} prompt="..."', "chat refuses a tokenizer without a chat template"
     evaluates = "qlora-fsdp evaluate adapter=a data.path=FILE"
     assert commands_for(Path("a"), is_causal=False, is_random=True, trusts_code=False) == [evaluates]
     config = load_config(["model.path=some/model", "data=random", "model.trust_remote_code=true"])
-    asks, merges, pushes = describe_end(config, folder, summary).splitlines()[-3:]
+    asks, merges, pushes = describe_end(folder, summary, True, False, trusts_code=True).splitlines()[-3:]
     assert asks == f'  qlora-fsdp generate {given} model.trust_remote_code=true prompt="..."', (
         "the adapter's folder can't allow it"
     )

@@ -19,7 +19,8 @@ from transformers.models.llama import modeling_llama
 
 from qlora_fsdp.common import families
 from qlora_fsdp.common.errors import ConfigError, DeviceError
-from qlora_fsdp.config.schema import KernelsConfig
+from qlora_fsdp.config.schema import Config, KernelsConfig
+from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.layers import liger
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
@@ -51,46 +52,51 @@ def settings(*more: str):
     return load_config(["model=tiny", "data=random", *more])
 
 
+def replace_missing(config: Config, device: torch.device):
+    return fallbacks.replace_missing(ModuleSpec.of(config), config.training.precision, device)
+
+
 def test_a_cpu_and_a_whole_gpu_host_lack_nothing(without):
     config = settings()
-    assert fallbacks.replace_missing(config, GPU) == [] and config.kernels.fuse_layers
+    assert replace_missing(config, GPU) == (config.kernels, [])
     without("triton", "liger_kernel")
-    assert fallbacks.replace_missing(config, torch.device("cpu")) == [] and config.kernels.fuse_layers
+    assert replace_missing(config, torch.device("cpu")) == (config.kernels, [])
+    assert config.kernels.fuse_layers
 
 
 def test_without_triton_a_run_goes_on_and_says_so(without):
     without("triton", "liger_kernel")
     config = settings()
-    (triton,) = fallbacks.replace_missing(config, GPU)
-    assert "Triton is not installed" in triton and not config.kernels.fuse_layers
+    kernels, (triton,) = replace_missing(config, GPU)
+    assert "Triton is not installed" in triton and not kernels.fuse_layers
 
 
 def test_without_liger_a_run_goes_on_and_says_so(without):
     without("liger_kernel")
     config = settings()
-    (liger,) = fallbacks.replace_missing(config, GPU)
-    assert "pip install qlora-fsdp[gpu]" in liger and config.kernels.fuse_layers
+    kernels, (liger,) = replace_missing(config, GPU)
+    assert "pip install qlora-fsdp[gpu]" in liger and kernels.fuse_layers
 
 
 def test_without_bfloat16_a_run_goes_on_and_says_so(monkeypatch):
     monkeypatch.setattr(fallbacks, "has_bfloat16", lambda device: False)
-    (note,) = fallbacks.replace_missing(settings(), GPU)
+    _, (note,) = replace_missing(settings(), GPU)
     assert "this GPU has no bfloat16" in note
-    assert fallbacks.replace_missing(settings("training.precision=float16"), GPU) == []
+    assert replace_missing(settings("training.precision=float16"), GPU)[1] == []
 
 
 def test_fp8_without_triton_is_refused(without):
     without("triton")
     with pytest.raises(ConfigError, match=r"compute\.matmul=fp8 needs Triton"):
-        fallbacks.replace_missing(settings("compute=fp8"), GPU)
+        replace_missing(settings("compute=fp8"), GPU)
 
 
 def test_bitsandbytes_without_a_library_for_this_cuda_is_refused_unless_nothing_is_quantized(monkeypatch):
     monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.99: not found"))
     for quant in ("quant=nf4", "quant=int8"):
         with pytest.raises(DeviceError, match=r"can't use this GPU(.|\n)*quant=none(.|\n)*libcudart\.so\.99"):
-            fallbacks.replace_missing(settings(quant), GPU)
-    assert fallbacks.replace_missing(settings("quant=none"), GPU) == []
+            replace_missing(settings(quant), GPU)
+    assert replace_missing(settings("quant=none"), GPU)[1] == []
 
 
 def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(without, monkeypatch):

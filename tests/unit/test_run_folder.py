@@ -18,6 +18,7 @@ from tests.helpers.run_folders import start_folder
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.model.adapters import write as adapter_files
 from qlora_fsdp.records.check_run_folder import check_run_folder, mark
 from qlora_fsdp.records.journal import Journal
@@ -85,7 +86,7 @@ def test_records_wait_for_a_disk_that_takes_no_more(
             raise OSError(number, os.strerror(number))
         return write(descriptor, data[: 10 - size % 10] if failing else data)
 
-    journal = Journal(start_folder(config(tmp_path), processes), config(tmp_path), 9, is_main=True)
+    journal = Journal(start_folder(config(tmp_path), processes), TrackingSpec.of(config(tmp_path)), 9, is_main=True)
     monkeypatch.setattr(os, "write", write_half)
     try:
         for step in range(6):

@@ -20,6 +20,7 @@ from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import Interrupted, StopNow
+from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes
@@ -54,7 +55,8 @@ def training(tmp_path: Path, processes: Processes) -> Any:
     model, writes = nn.Linear(1, 1, bias=False), Writes()
     optimizer = torch.optim.AdamW(model.parameters())
     watch = cast(Watch, SimpleNamespace(asked=None))
-    content, journal = Checkpoint(tmp_path / "checkpoints", 0, 1, {}, {}), Journal(tmp_path, config, 9, is_main=True)
+    content = Checkpoint(tmp_path / "checkpoints", 0, 1, {}, {})
+    journal = Journal(tmp_path, TrackingSpec.of(config), 9, is_main=True)
     thread = CheckpointThread(config.checkpoint, content, model, optimizer, writes, processes, journal)
     saver = Saver(thread, watch)
     return SimpleNamespace(model=model, writes=writes, saver=saver, folder=content.folder)

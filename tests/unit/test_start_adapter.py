@@ -210,7 +210,7 @@ def test_only_a_later_start_of_the_same_launch_is_a_restart(tmp_path: Path, monk
         *((damaged, False) for damaged in ({}, {"a": 1}, now | {"restarts": None}, now | {"restarts": ["0"]})),
     ):
         (tmp_path / ATTEMPT).write_text(json.dumps(before))
-        assert is_restart(config) == is_later, before
+        assert is_restart(config.run) == is_later, before
 
 
 def test_the_copy_replaces_an_earlier_one_and_nothing_else(adapter: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.helpers.quick_config import load_config
 
+from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.config.trackers import check_trackers, wandb_mode
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.trackers import note_missing_key
@@ -64,7 +65,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 def test_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, wandb: Wandb):
     config = load_config(["tracking=wandb", "tracking.wandb_mode=offline", "run.name=mine"])
     for first_step in (0, 7, 9, 0):
-        Journal(tmp_path, config, 10, is_main=True, first_step=first_step).close({})
+        Journal(tmp_path, TrackingSpec.of(config), 10, is_main=True, first_step=first_step).close({})
     ids = [options["id"] for options in wandb.started]
     assert ids[0] == ids[1] == ids[2] != ids[3]
     assert all(options["resume"] == "allow" and options["name"] == "mine" for options in wandb.started)
@@ -74,7 +75,7 @@ def test_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, wandb: Wandb)
 def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb: Wandb):
     journal = Journal(
         tmp_path,
-        load_config(["tracking=wandb", "tracking.wandb_mode=offline", "tracking.log_adapter=true"]),
+        TrackingSpec.of(load_config(["tracking=wandb", "tracking.wandb_mode=offline", "tracking.log_adapter=true"])),
         10,
         is_main=True,
     )
@@ -89,7 +90,8 @@ def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb
 
 def test_a_run_does_not_end_with_its_trackers(tmp_path: Path, wandb: Wandb, caplog: pytest.LogCaptureFixture):
     """W&B can't be reached at the start, so it is told offline; later its process is gone."""
-    journal = Journal(tmp_path, load_config(["tracking=wandb", "tracking.wandb_mode=online"]), 10, is_main=True)
+    config = load_config(["tracking=wandb", "tracking.wandb_mode=online"])
+    journal = Journal(tmp_path, TrackingSpec.of(config), 10, is_main=True)
     assert [options["mode"] for options in wandb.started] == ["offline"]
     assert "W&B can't be reached: no such host. It goes on offline; to send it later: wandb sync " in caplog.text
     journal.evaluation(4, 1.5, {}, 0.1)
@@ -105,12 +107,12 @@ def test_tensorboard_has_one_curve_of_a_run_that_went_on(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = load_config(["tracking=tensorboard"])
-    first = Journal(tmp_path, config, 10, is_main=True)
+    first = Journal(tmp_path, TrackingSpec.of(config), 10, is_main=True)
     for step in (1, 2, 3):
         first.evaluation(step, 10.0 + step, {}, 0.1)
     first.generations(3, [ROW])
     first.close({})
-    second = Journal(tmp_path, config, 10, is_main=True, first_step=2)
+    second = Journal(tmp_path, TrackingSpec.of(config), 10, is_main=True, first_step=2)
     second.evaluation(3, 20.0, {}, 0.1)
     second.close({})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -153,18 +155,18 @@ def test_where_wandb_finds_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     config = load_config(["tracking=wandb"])
-    note_missing_key(config)
+    note_missing_key(config.tracking)
     assert "W&B gets nothing of this run" in caplog.text and "tracking.wandb_mode=offline" in caplog.text
     (tmp_path / ".netrc").write_text("machine wandb.example.org login user password secret\n")
-    assert wandb_mode(config).value == "disabled"
+    assert wandb_mode(config.tracking).value == "disabled"
     (tmp_path / ".config" / "wandb").mkdir(parents=True)
     (tmp_path / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
-    assert wandb_mode(config).value == "online"
+    assert wandb_mode(config.tracking).value == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert wandb_mode(config).value == "offline"
+    assert wandb_mode(config.tracking).value == "offline"
     caplog.clear()
-    note_missing_key(config)
-    note_missing_key(load_config([]))
+    note_missing_key(config.tracking)
+    note_missing_key(load_config([]).tracking)
     assert caplog.text == ""
 
 
@@ -184,7 +186,7 @@ def test_mlflow_and_trackio_get_the_figures(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=note("init", run)))  # type: ignore[arg-type]
     settings = ["tracking.report_to=[mlflow,trackio]", "tracking.log_adapter=true", "run.name=mine"]
     for first_step, summary in ((0, {}), (7, {"status": "finished"})):
-        journal = Journal(tmp_path, load_config(settings), 10, is_main=True, first_step=first_step)
+        journal = Journal(tmp_path, TrackingSpec.of(load_config(settings)), 10, is_main=True, first_step=first_step)
         journal.evaluation(8, 1.5, {}, 0.1)
         journal.close(summary)
     by_name = {name: [(args, options) for each, args, options in told if each == name] for name, _, _ in told}

@@ -12,19 +12,32 @@ micro-batch, the activation policies and the sharding, from which `ShardSpec` fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import (
+    CheckpointConfig,
     ComputeConfig,
     Config,
     DataConfig,
+    FsdpConfig,
     KernelsConfig,
     LoraConfig,
+    OnBadStep,
+    OptimConfig,
     PreferenceConfig,
     QuantConfig,
+    ShardingStrategy,
     TaskConfig,
     TaskName,
+    TrackerName,
+    TrackingConfig,
+    TrainingConfig,
+    WandbMode,
 )
+from qlora_fsdp.config.trackers import trackers_of, wandb_mode
 
 
 @dataclass(frozen=True)
@@ -208,3 +221,193 @@ class DataSpec:
     def sequence_length(self) -> int:
         """Most tokens of a packed sequence: there is room for a whole pair."""
         return self.task.sequence_length(self.max_length)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a model's parameters are spread over the ranks.
+
+    Attributes:
+        strategy: never auto.
+        num_shards: ranks among which every parameter is split.
+        is_on_one_host: whether all parts of a parameter are on one host.
+        cpu_offload: whether shards and optimizer state are in host memory.
+        reshard_after_forward: whether layers are freed after their forward, and gathered again for backward.
+        reads_peers: whether frozen weights may be read from the memory of the other GPUs of a host.
+    """
+
+    strategy: ShardingStrategy
+    num_shards: int
+    is_on_one_host: bool = True
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    reads_peers: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        settings: FsdpConfig,
+        num_ranks: int,
+        local_num_ranks: int,
+        *,
+        strategy: ShardingStrategy | None = None,
+        reshard_after_forward: bool = True,
+        reads_peers: bool = True,
+    ) -> ShardSpec:
+        """The sharding of a run, or of a command.
+
+        Args:
+            settings: the section `fsdp`.
+            num_ranks: all ranks.
+            local_num_ranks: those of one host.
+            strategy: what the memory plan has chosen. None: no plan has, and auto is FULL_SHARD.
+            reshard_after_forward: what the memory plan has chosen.
+            reads_peers: the same.
+        """
+        strategy = settings.sharding_strategy if strategy is None else strategy
+        if strategy is ShardingStrategy.auto:
+            strategy = ShardingStrategy.FULL_SHARD
+        chosen = replace(settings, sharding_strategy=strategy)
+        num_shards = chosen.num_shards(num_ranks, local_num_ranks)
+        return cls(
+            strategy=strategy,
+            num_shards=num_shards,
+            is_on_one_host=local_num_ranks % num_shards == 0,
+            cpu_offload=settings.cpu_offload,
+            reshard_after_forward=reshard_after_forward,
+            reads_peers=reads_peers,
+        )
+
+    @classmethod
+    def whole(cls) -> ShardSpec:
+        """Every rank has the whole model on its device."""
+        return cls(ShardingStrategy.NO_SHARD, num_shards=1)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
+        return self.num_shards > 1 or self.cpu_offload
+
+    @property
+    def may_read_peers(self) -> bool:
+        """Whether all parts of a parameter are on GPUs of one host, which may read one another's memory."""
+        return self.num_shards > 1 and self.is_on_one_host and not self.cpu_offload
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The optimizer steps of a run.
+
+    Attributes:
+        micro_batch_size: sequences of a forward pass.
+        global_batch_size: sequences of a step, over all ranks.
+        num_slices: ranks that share a sequence.
+        max_steps: steps of the run; None: `num_epochs` over the data.
+        num_epochs: passes over the data, if `max_steps` is None.
+        optim: the optimizer, and how the learning rate changes.
+        learning_rate: its peak.
+        seed: of the order of sequences and of dropout.
+        on_bad_step: what follows a step whose loss or gradient can't be used.
+        grad_norm_spike: times the median that a gradient's norm may have; None for any.
+        eval_every_steps: steps between evaluations; None: only before and after training.
+        deterministic: whether the run repeats to the bit.
+    """
+
+    micro_batch_size: int
+    global_batch_size: int
+    num_slices: int = 1
+    max_steps: int | None = None
+    num_epochs: float = 1.0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    learning_rate: float = 2e-4
+    seed: int = 0
+    on_bad_step: OnBadStep = OnBadStep.stop
+    grad_norm_spike: float | None = None
+    eval_every_steps: int | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls, training: TrainingConfig, optim: OptimConfig, num_ranks: int, *, micro_batch_size: int, num_slices: int = 1
+    ) -> StepSpec:
+        """The steps of a run on a number of ranks; the memory plan has chosen the micro-batch and the slices."""
+        num_groups = num_ranks // num_slices
+        return cls(
+            micro_batch_size=micro_batch_size,
+            global_batch_size=training.global_batch_size or micro_batch_size * num_groups,
+            num_slices=num_slices,
+            max_steps=training.max_steps,
+            num_epochs=training.num_epochs,
+            optim=optim,
+            learning_rate=training.learning_rate,
+            seed=training.seed,
+            on_bad_step=training.on_bad_step,
+            grad_norm_spike=training.grad_norm_spike,
+            eval_every_steps=training.eval_every_steps,
+            deterministic=training.deterministic,
+        )
+
+
+@dataclass(frozen=True)
+class TrackingSpec:
+    """Which trackers get a run's figures, and what they are told of the run.
+
+    Attributes:
+        trackers: those that get them.
+        wandb: W&B's mode; never auto.
+        run_name: the run's name.
+        project: W&B's and trackio's project, MLflow's experiment.
+        entity: W&B's user or team; None for the key's own.
+        log_adapter: whether the adapter is uploaded at the end.
+        recorded: every setting by its key, as the files of a run have it.
+    """
+
+    trackers: tuple[TrackerName, ...]
+    wandb: WandbMode
+    run_name: str
+    project: str
+    entity: str | None
+    log_adapter: bool
+    recorded: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Config) -> TrackingSpec:
+        """The trackers of a run."""
+        tracking = config.tracking
+        return cls(
+            trackers=tuple(trackers_of(tracking)),
+            wandb=wandb_mode(tracking),
+            run_name=config.run.name,
+            project=tracking.project,
+            entity=tracking.entity,
+            log_adapter=tracking.log_adapter,
+            recorded=plain_settings(config),
+        )
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run of which nothing is open any more. Each part of the program gets its own part of it.
+
+    Attributes:
+        modules: what the model is made of.
+        data: which rows are trained on.
+        shards: how parameters are spread over the ranks.
+        steps: the optimizer steps.
+        saving: when checkpoints are written, and how many are kept.
+        generations: how many texts the model writes at an evaluation, and how long they may be.
+        tracking: the trackers.
+        recorded: every setting by its key, as the files of a run have it: as it was typed, without what the environment
+            gave.
+        has_memory_target: whether `memory.target_gib` limits what the run may use.
+    """
+
+    modules: ModuleSpec
+    data: DataSpec
+    shards: ShardSpec
+    steps: StepSpec
+    saving: CheckpointConfig
+    generations: TrackingConfig
+    tracking: TrackingSpec
+    recorded: Mapping[str, Any]
+    has_memory_target: bool

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
+from qlora_fsdp.config.schema import Config, TrackerName, TrackingConfig, WandbMode
 from qlora_fsdp.config.settings import problem_with
 
 HOW_TO_LOG_IN = "Run `wandb login`, or set WANDB_API_KEY"
@@ -26,25 +26,25 @@ WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")  # of the current folder,
 MLFLOW_ADDRESS = "MLFLOW_TRACKING_URI"
 
 
-def trackers_of(config: Config) -> list[TrackerName]:
+def trackers_of(tracking: TrackingConfig) -> list[TrackerName]:
     """Returns the trackers that get figures, in the order of `TrackerName`."""
-    return [name for name in _named(config) if name is not TrackerName.wandb or gets_wandb(config)]
+    return [name for name in _named(tracking) if name is not TrackerName.wandb or gets_wandb(tracking)]
 
 
-def gets_wandb(config: Config) -> bool:
+def gets_wandb(tracking: TrackingConfig) -> bool:
     """Whether W&B gets figures: it is named, and is not without a key."""
-    return TrackerName.wandb in _named(config) and wandb_mode(config) is not WandbMode.disabled
+    return TrackerName.wandb in _named(tracking) and wandb_mode(tracking) is not WandbMode.disabled
 
 
-def lacks_wandb_key(config: Config) -> bool:
+def lacks_wandb_key(tracking: TrackingConfig) -> bool:
     """Whether W&B is named and gets nothing, because nobody said how it is reached."""
-    is_auto = config.tracking.wandb_mode is WandbMode.auto
-    return TrackerName.wandb in _named(config) and is_auto and not gets_wandb(config)
+    is_auto = tracking.wandb_mode is WandbMode.auto
+    return TrackerName.wandb in _named(tracking) and is_auto and not gets_wandb(tracking)
 
 
-def wandb_mode(config: Config) -> WandbMode:
+def wandb_mode(tracking: TrackingConfig) -> WandbMode:
     """Returns the mode, where `auto` is what WANDB_MODE says, or else online if W&B has a key, and disabled if not."""
-    mode = config.tracking.wandb_mode
+    mode = tracking.wandb_mode
     if mode is not WandbMode.auto:
         return mode
     if (told := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
@@ -74,14 +74,14 @@ def check_trackers(config: Config) -> Iterator[Problem]:
         known = ",".join(name.value for name in TrackerName)
         reason = f"names {', '.join(unknown)}, which is no tracker here."
         yield problem_with(config, "tracking.report_to", reason, f"Set some of tracking.report_to=[{known}].")
-    for name in trackers_of(config):
+    for name in trackers_of(config.tracking):
         if find_spec(name.value) is None:
             reason = f"needs the package {name.value}, which is not installed."
             fix = f"Run pip install {name.value}, or set tracking=none."
             yield problem_with(config, "tracking.report_to", reason, fix)
     yield from _settings_of_the_current_folder(config)
     mode = config.tracking.wandb_mode
-    if TrackerName.wandb not in _named(config):
+    if TrackerName.wandb not in _named(config.tracking):
         if mode not in (WandbMode.auto, WandbMode.disabled):
             reason = "has no effect: tracking.report_to does not name W&B."
             yield problem_with(config, "tracking.wandb_mode", reason, "Set tracking=wandb too, or leave it out.")
@@ -93,7 +93,7 @@ def check_trackers(config: Config) -> Iterator[Problem]:
 
 def _settings_of_the_current_folder(config: Config) -> Iterator[Problem]:
     """Yields why a tracker would let the current folder say whom it connects to."""
-    trackers, folder = trackers_of(config), Path.cwd()
+    trackers, folder = trackers_of(config.tracking), Path.cwd()
     for name in WANDB_SETTINGS if TrackerName.wandb in trackers else ():
         if (folder / name).exists():
             reason = (
@@ -114,8 +114,8 @@ def _settings_of_the_current_folder(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "tracking.report_to", reason, fix)
 
 
-def _named(config: Config) -> list[TrackerName]:
-    return [name for name in TrackerName if name.value in config.tracking.report_to]
+def _named(tracking: TrackingConfig) -> list[TrackerName]:
+    return [name for name in TrackerName if name.value in tracking.report_to]
 
 
 def _saved_host() -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_fsdp.config.schema import TrainingConfig
+from qlora_fsdp.config.specs import StepSpec
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,13 @@ class BatchSplit:
         return sequences % self.global_batch_size // self.micro_batch_size % self.num_groups
 
 
-def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int, num_slices: int = 1) -> BatchSplit:
+def split_batches(spec: StepSpec, num_ranks: int, num_sequences: int) -> BatchSplit:
     """The split for a data set of `num_sequences` sequences; the last step of the run may be short."""
-    num_groups = num_ranks // num_slices
-    # `auto` is a number by the time that a run trains; whoever only evaluates takes one sequence at a time.
-    micro_batch_size = training.micro_batch_size if isinstance(training.micro_batch_size, int) else 1
-    global_batch_size = training.global_batch_size or micro_batch_size * num_groups
-    if training.max_steps is not None:
-        total = training.max_steps * global_batch_size
+    size = spec.global_batch_size
+    if spec.max_steps is not None:
+        total = spec.max_steps * size
     else:
-        total = max(1, round(training.num_epochs * num_sequences))
-    num_steps = math.ceil(total / global_batch_size)
-    return BatchSplit(micro_batch_size, global_batch_size, num_groups, num_steps, total, num_slices)
+        total = max(1, round(spec.num_epochs * num_sequences))
+    num_groups = num_ranks // spec.num_slices
+    num_steps = math.ceil(total / size)
+    return BatchSplit(spec.micro_batch_size, size, num_groups, num_steps, total, spec.num_slices)

@@ -14,6 +14,7 @@ from qlora_fsdp.config.adapter_config import read_lora
 from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerprint
 from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
@@ -50,7 +51,7 @@ def assemble_trained(
         AdapterError: the adapter is not LoRA, does not fit the base, was trained on another one, or has NaN or infinite
             values.
     """
-    check_bitsandbytes(config, processes.device)
+    check_bitsandbytes(config.quant, processes.device)
     folder = None if settings.adapter is None else Path(settings.adapter).expanduser()
     saved = None if folder is None else SavedAdapter(folder)
     lora = NO_ADAPTER if folder is None else replace(read_lora(folder), lora_dropout=0.0)
@@ -119,8 +120,11 @@ def load_trained(
         if adapter is not None:
             SavedAdapter(Path(adapter).expanduser()).load(model)
 
-    is_whole = processes.num_ranks == 1 or fits_whole(trained, config, processes)
-    loaded = materialize(trained, config, processes, fill_adapters, shards=not is_whole)
+    is_whole = processes.num_ranks == 1 or fits_whole(trained, config.fsdp.cpu_offload, processes)
+    shards = ShardSpec.whole()
+    if not is_whole:
+        shards = ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks)
+    loaded = materialize(trained, shards, config.training.seed, processes, fill_adapters)
     trained.model.eval()
     if loaded.units:
         _run_from_the_root(trained.model, config.task, device)
@@ -134,12 +138,12 @@ def load_trained(
     return trained
 
 
-def fits_whole(trained: AssembledModel, config: Config, processes: Processes) -> bool:
+def fits_whole(trained: AssembledModel, cpu_offload: bool, processes: Processes) -> bool:
     """Whether each rank can have the whole model on its GPU, where nothing has to be gathered. Collective.
 
     Not on a CPU, whose memory all ranks share, and not with fsdp=offload, which is asked for where memory is short.
     """
-    if processes.device.type != "cuda" or config.fsdp.cpu_offload:
+    if processes.device.type != "cuda" or cpu_offload:
         return False
     num_bytes = sum(param.numel() * param.itemsize for param in trained.model.parameters())
     least_free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]

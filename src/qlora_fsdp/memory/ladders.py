@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import groupby, pairwise
 
-from qlora_fsdp.config.schema import Activations, Config
+from qlora_fsdp.config.schema import Activations, MemoryConfig
 from qlora_fsdp.memory.plan import MemoryPlan, planner
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
@@ -31,9 +31,8 @@ _DESCRIPTIONS = {
 }
 
 
-def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:
+def fixed_policies(memory: MemoryConfig, num_layers: int) -> tuple[Policy, ...] | None:
     """The layers' policies that `memory.activations` asks for; None for auto."""
-    memory = config.memory
     match memory.activations:
         case Activations.auto:
             return None
@@ -54,7 +53,7 @@ def plans_of_policies(work: Workload, target: float, host: float) -> list[Memory
         host: bytes of host memory that the ranks of a host may use together.
     """
     make_plan = cache(planner(work))  # ladders begin alike
-    fixed = fixed_policies(work.config, work.num_layers)
+    fixed = fixed_policies(work.config.memory, work.num_layers)
     if fixed is not None:
         return [make_plan(fixed)]
 

@@ -61,7 +61,7 @@ def _smallest_plan(work: Workload, length: int) -> MemoryPlan:
     )
     work = replace(work, config=config, micro_batch_size=1)
     work = with_tiles(work) or work
-    policies = fixed_policies(config, work.num_layers) or (Policy.offload,) * work.num_layers
+    policies = fixed_policies(config.memory, work.num_layers) or (Policy.offload,) * work.num_layers
     return make_plan(work, policies)
 
 

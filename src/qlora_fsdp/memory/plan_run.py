@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.text import join_words
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose import choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies, fixed_policies
@@ -84,14 +84,14 @@ class RunPlan:
         results = [host[-1] for host in hosts if len(host) > 1]
         return max((host[0] for host in hosts), default=0), max(results, default=0)
 
-    def settle(self, config: Config) -> Config:
-        """The settings with `auto` replaced by what was chosen."""
-        chosen = {
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What was chosen for settings that may be auto, by key; what was typed where they are not."""
+        return {
             "training.micro_batch_size": self.micro_batch_size,
             "distributed.context_parallel": self.num_slices,
-            "fsdp.sharding_strategy": self.sharding_strategy,
+            "fsdp.sharding_strategy": self.sharding_strategy.name,
         }
-        return with_values(config, chosen)
 
 
 def plan_run(
@@ -131,7 +131,7 @@ def plan_run(
     _check_cpu(plan, work, machine)
     if machine.is_cuda:
         lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
-    lines.append(_reason(config, plan, machine))
+    lines.append(_reason(work, plan, machine))
     if machine.is_cuda:
         lines += remarks(choice, machine.target, machine.gpu)
     if not choice.fits and machine.is_cuda:
@@ -157,7 +157,7 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
     size, strategy = config.training.micro_batch_size, config.fsdp.sharding_strategy
     size = 1 if size == AUTO else size
     strategy = ShardingStrategy.FULL_SHARD if strategy is ShardingStrategy.auto else strategy
-    policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
+    policies = fixed_policies(config.memory, num_layers) or (Policy.full,) * num_layers
     line = f"no plan, as this model can't be traced: {reason}; "
     line += f"micro-batch {size}, {strategy.value}, activations {describe_policies(policies)}"
     return RunPlan(
@@ -174,8 +174,9 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
     )
 
 
-def _reason(config: Config, plan: MemoryPlan, machine: Machine) -> str:
-    """One line: what was chosen, and why."""
+def _reason(asked: Workload, plan: MemoryPlan, machine: Machine) -> str:
+    """One line: what was chosen of what the settings leave open in `asked`, and why."""
+    config = asked.config
     work = plan.work
     is_tiled = work.config.memory.num_tile_tokens is not None
     chosen = [

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO, round_default
-from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
+from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose import Choice, choose, use_spare
@@ -54,7 +54,7 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     Single changes and pairs are tried first, and of the pairs only those that need both. If none fits, three changes
     are tried together, and if nothing else helps, much shorter sequences.
     """
-    candidates = list(_candidates(work, fixed_policies(work.config, work.num_layers) or ()))
+    candidates = list(_candidates(work, fixed_policies(work.config.memory, work.num_layers) or ()))
     found: dict[tuple[_Values, ...], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
         for some in combinations(candidates, together):
@@ -88,11 +88,11 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
     for values in _candidates(plan.work, plan.policies):
         work = _changed(plan.work, values)
         is_policy = any(key.startswith("memory.") for key, _ in values)
-        policies = fixed_policies(work.config, work.num_layers) if is_policy else plan.policies
+        policies = fixed_policies(work.config.memory, work.num_layers) if is_policy else plan.policies
         assert policies is not None
         smaller = make_plan(work, policies)
         if (saved := plan.needed - smaller.needed) > 0:
-            changes.append(Change(_text(plan.work.config, values), smaller, True, _speed(smaller, gpu), saved))
+            changes.append(Change(_text(plan.work, values), smaller, True, _speed(smaller, gpu), saved))
     return sorted(changes, key=lambda change: -change.saved)
 
 
@@ -191,7 +191,7 @@ def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, 
 def _change(work: Workload, some: Sequence[_Values], target: float, gpu: Gpu) -> Change:
     values = tuple(value for candidate in some for value in candidate)
     choice = choose(_changed(work, values), target, gpu)
-    return Change(_text(work.config, values), choice.plan, choice.fits, _speed(choice.plan, gpu))
+    return Change(_text(work, values), choice.plan, choice.fits, _speed(choice.plan, gpu))
 
 
 def _changed(work: Workload, values: _Values) -> Workload:
@@ -200,9 +200,9 @@ def _changed(work: Workload, values: _Values) -> Workload:
     return replace(work, config=config, micro_batch_size=work.micro_batch_size if size == AUTO else size)
 
 
-def _text(config: Config, values: _Values) -> str:
+def _text(work: Workload, values: _Values) -> str:
     """The overrides as typed, without those that change nothing. A group of conf/ is named if it sets these."""
-    texts = [show(key, value) for key, value in values if value_of(config, key) != value]
+    texts = [show(key, value) for key, value in values if value_of(work.config, key) != value]
     return " ".join(filter(None, dict.fromkeys(_GROUPS.get(text, text) for text in texts)))
 
 

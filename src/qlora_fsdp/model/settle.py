@@ -38,6 +38,7 @@ class ModelSpec:
         tokenizer: the model's tokenizer, with the tokens that the settings add.
         tokens: the tokens that `tokenizer` settings or a saved adapter name; their rows in embeddings and head are
             trained.
+        added_tokens: the tokens that `tokenizer` settings name.
         modules: quantization, adapters, task and kernels.
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation. It sees whole sequences: if ranks share them,
@@ -57,6 +58,7 @@ class ModelSpec:
     trust_remote_code: bool
     tokenizer: PreTrainedTokenizerBase
     tokens: AddedTokens
+    added_tokens: tuple[str, ...]
     modules: ModuleSpec
     dtype: torch.dtype
     attention: str
@@ -135,6 +137,7 @@ def settle_model(
         trust_remote_code=config.model.trust_remote_code,
         tokenizer=tokenizer,
         tokens=added if added.ids else saved_tokens,
+        added_tokens=(*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens),
         modules=replace(ModuleSpec.of(config), lora=lora),
         dtype=dtype,
         attention=attention,

@@ -11,7 +11,7 @@ from typing import Any
 
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.text import show_duration, show_number
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.records.console import COLOR, show_live
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import log, writing
@@ -78,13 +78,15 @@ class Journal:
 
     Args:
         folder: the run folder.
-        config: says which trackers are on.
+        tracking: the trackers.
         num_steps: steps of the whole run, for the ETA.
         is_main: whether this rank writes.
         first_step: steps done before this start. Lines of later steps are removed, because those are done again.
     """
 
-    def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
+    def __init__(
+        self, folder: Path, tracking: TrackingSpec, num_steps: int, is_main: bool, first_step: int = 0
+    ) -> None:
         self.folder = folder
         self.is_main = is_main
         self.num_steps = num_steps
@@ -96,7 +98,7 @@ class Journal:
             with writing(folder):
                 _drop_later_lines(folder / METRICS_FILE, first_step)
                 _drop_later_lines(folder / GENERATIONS_FILE, first_step)
-        self.trackers: list[Tracker] = start_trackers(folder, config, first_step) if is_main else []
+        self.trackers: list[Tracker] = start_trackers(folder, tracking, first_step) if is_main else []
 
     def step(self, figures: dict[str, Any]) -> None:
         """Record an optimizer step; `figures` has the keys of a line of metrics.jsonl."""

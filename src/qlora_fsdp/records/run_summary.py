@@ -12,7 +12,6 @@ from typing import Any
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, show_duration
-from qlora_fsdp.config.schema import Config, Weights
 from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_state import REPORT_FILE, SUMMARY_FILE, read_metrics
@@ -87,19 +86,26 @@ class RunSummary:
         records_in(self._folder).write(SUMMARY_FILE, lambda file: write_json(file, self.figures))
 
 
-def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> str:
-    """Returns the last lines of a run's log."""
+def describe_end(folder: Path, summary: Mapping[str, Any], is_causal: bool, is_random: bool, trusts_code: bool) -> str:
+    """Returns the last lines of a run's log.
+
+    Args:
+        folder: the run folder.
+        summary: what summary.json holds.
+        is_causal: whether the model writes text.
+        is_random: whether the base's weights are random.
+        trusts_code: whether model code that comes with the files is run.
+    """
     lines = [f"Finished: {plural(summary['steps'], 'step')} in {show_duration(summary['seconds'])}."]
     first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
     lines += _before_and_after("training loss", first, summary.get("final_loss"))
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
-    is_random = config.model.weights is Weights.random
-    commands = commands_for(folder / "adapter", config.task.is_causal, is_random, config.model.trust_remote_code)
+    commands = commands_for(folder / "adapter", is_causal, is_random, trusts_code)
     named = {"adapter": folder / "adapter", "report": folder / REPORT_FILE}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
     lines += ["Next:", *(f"  {command}" for command in commands)]
-    if config.task.is_causal and not is_random:
-        lines += _for_servers(folder / "adapter", summary, config.model.trust_remote_code)
+    if is_causal and not is_random:
+        lines += _for_servers(folder / "adapter", summary, trusts_code)
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from qlora_fsdp.config.adapter_config import (
     TOKENIZER_MODELS,
     TOKENIZER_TEXTS,
 )
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.config.start_adapter import typed_folder
 from qlora_fsdp.records.run_state import (
     ATTEMPT,
@@ -34,32 +34,32 @@ from qlora_fsdp.records.run_state import (
 )
 
 
-def checkpoint_to_resume(config: Config) -> Path | None:
+def checkpoint_to_resume(run: RunConfig, settings: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint that `checkpoint.resume` asks for; None where the run starts anew.
 
     A batch system or torchrun starts the command again after it was preempted or a rank was lost. Such a restart
     resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` counted for the first start, and do not
     count again. Whether the folder holds a checkpoint is not checked here.
     """
-    own = checkpoint_folders(own_checkpoints(config))
-    resume = config.checkpoint.resume
-    if own and is_restart(config):
+    own = checkpoint_folders(own_checkpoints(run))
+    resume = settings.resume
+    if own and is_restart(run):
         return own[-1]
-    if resume == "none" or (resume == "auto" and config.run.overwrite):
+    if resume == "none" or (resume == "auto" and run.overwrite):
         return None
     if resume != "auto":
         return Path(resume).expanduser().resolve()
     return own[-1] if own else None
 
 
-def own_checkpoints(config: Config) -> Path:
+def own_checkpoints(run: RunConfig) -> Path:
     """The folder of the run's own checkpoints."""
-    return Path(config.run.folder).expanduser().resolve() / CHECKPOINTS
+    return Path(run.folder).expanduser().resolve() / CHECKPOINTS
 
 
-def is_restart(config: Config) -> bool:
+def is_restart(run: RunConfig) -> bool:
     """Whether an earlier attempt of this same launch has begun to train in the run folder."""
-    before = read_json(Path(config.run.folder).expanduser() / ATTEMPT)
+    before = read_json(Path(run.folder).expanduser() / ATTEMPT)
     now = describe_attempt(os.environ)
     restarts = before.get("restarts")
     is_whole = isinstance(restarts, list) and all(type(number) is int for number in restarts)
@@ -68,8 +68,8 @@ def is_restart(config: Config) -> bool:
 
 def find_start(config: Config) -> Path:
     """The folder in which the adapter of `lora.start` is read: that of a run that is resumed, or the one typed."""
-    checkpoint = checkpoint_to_resume(config)
-    run_folder = own_checkpoints(config).parent
+    checkpoint = checkpoint_to_resume(config.run, config.checkpoint)
+    run_folder = own_checkpoints(config.run).parent
     copy = None
     if checkpoint is not None:
         copy = checkpoint.parent.parent / START_FOLDER

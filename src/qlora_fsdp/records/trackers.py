@@ -13,9 +13,10 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import first_line
-from qlora_fsdp.config.identity import plain_settings, sections_of
-from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
-from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, lacks_wandb_key, trackers_of, wandb_mode
+from qlora_fsdp.config.identity import sections_of
+from qlora_fsdp.config.schema import TrackerName, TrackingConfig
+from qlora_fsdp.config.specs import TrackingSpec
+from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, lacks_wandb_key
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import MLFLOW_FILE, TENSORBOARD_FOLDER, WANDB_FILE, read_json
 
@@ -36,27 +37,27 @@ class Tracker(Protocol):
         """Finish. `adapter` is the folder of the result; None: the run has none."""
 
 
-def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracker]:
-    """Start what `tracking` asks for. A run that resumes at `first_step` is resumed there too."""
+def start_trackers(folder: Path, spec: TrackingSpec, first_step: int) -> list[Tracker]:
+    """Start the trackers that get the run's figures. A run that resumes at `first_step` is resumed there too."""
     trackers: list[Tracker] = []
-    for name in trackers_of(config):
+    for name in spec.trackers:
         match name:
             case TrackerName.wandb:
-                trackers.append(WandbTracker(folder, config, wandb_mode(config), resumes=first_step > 0))
+                trackers.append(WandbTracker(folder, spec, resumes=first_step > 0))
             case TrackerName.tensorboard:
                 trackers.append(TensorBoardTracker(folder, first_step))
             case TrackerName.mlflow:
-                trackers.append(MlflowTracker(folder, config, resumes=first_step > 0))
+                trackers.append(MlflowTracker(folder, spec, resumes=first_step > 0))
             case TrackerName.trackio:
-                trackers.append(TrackioTracker(config))
+                trackers.append(TrackioTracker(spec))
             case other:
                 assert_never(other)
     return trackers
 
 
-def note_missing_key(config: Config) -> None:
+def note_missing_key(tracking: TrackingConfig) -> None:
     """Say so if W&B is asked for and gets nothing, because it has no key."""
-    if lacks_wandb_key(config):
+    if lacks_wandb_key(tracking):
         log.warning(
             f"W&B gets nothing of this run, because it has no key here (tracking.wandb_mode=auto). {HOW_TO_LOG_IN}; or "
             "set tracking.wandb_mode=offline to keep its files in the run folder, for `wandb sync`."
@@ -66,10 +67,10 @@ def note_missing_key(config: Config) -> None:
 class WandbTracker:
     """A run in W&B. A run that resumes from a checkpoint stays the same run there."""
 
-    def __init__(self, folder: Path, config: Config, mode: WandbMode, resumes: bool) -> None:
+    def __init__(self, folder: Path, spec: TrackingSpec, resumes: bool) -> None:
         import wandb
 
-        self.tracking = config.tracking
+        self.log_adapter = spec.log_adapter
         self.last_step = 0
         file = folder / WANDB_FILE
         run_id = (read_json(file).get("id") if resumes else None) or secrets.token_hex(4)
@@ -79,15 +80,15 @@ class WandbTracker:
             wandb.init,
             id=run_id,
             resume="allow",
-            project=config.tracking.project,
-            entity=config.tracking.entity,
-            name=config.run.name,
+            project=spec.project,
+            entity=spec.entity,
+            name=spec.run_name,
             dir=str(folder),
-            config=sections_of(plain_settings(config)),
+            config=sections_of(spec.recorded),
         )
         self.run: Any
         try:
-            self.run = start(mode=cast(Any, mode.value))
+            self.run = start(mode=cast(Any, spec.wandb.value))
         except wandb.Error as error:  # no network, or a key that W&B refuses: no reason to lose a run
             reason = first_line(error)
             files = folder / "wandb" / "offline-run-*"
@@ -112,7 +113,7 @@ class WandbTracker:
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
         import wandb
 
-        if self.tracking.log_adapter and adapter is not None:
+        if self.log_adapter and adapter is not None:
             artifact = wandb.Artifact(f"adapter-{self.run.id}", type="model")
             artifact.add_dir(str(adapter))
             self.run.log_artifact(artifact)
@@ -147,20 +148,20 @@ class TensorBoardTracker:
 class MlflowTracker:
     """A run in MLflow. A run that resumes from a checkpoint stays the same run there."""
 
-    def __init__(self, folder: Path, config: Config, resumes: bool) -> None:
+    def __init__(self, folder: Path, spec: TrackingSpec, resumes: bool) -> None:
         import mlflow
 
-        self.log_adapter = config.tracking.log_adapter
+        self.log_adapter = spec.log_adapter
         self.mlflow = mlflow
         file = folder / MLFLOW_FILE
         run_id = read_json(file).get("id") if resumes else None
         if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            mlflow.set_experiment(config.tracking.project)
-        run = mlflow.start_run(run_id=run_id, run_name=config.run.name)
+            mlflow.set_experiment(spec.project)
+        run = mlflow.start_run(run_id=run_id, run_name=spec.run_name)
         if run_id is None:  # settings can't be changed there
             with writing(folder):
                 write_json(file, {"id": run.info.run_id})
-            settings = [(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in plain_settings(config).items()]
+            settings = [(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in spec.recorded.items()]
             for start in range(0, len(settings), MAX_PARAMS):
                 mlflow.log_params(dict(settings[start : start + MAX_PARAMS]))
 
@@ -179,12 +180,10 @@ class MlflowTracker:
 class TrackioTracker:
     """A run in trackio, under the name of this one."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, spec: TrackingSpec) -> None:
         import trackio
 
-        self.run = trackio.init(
-            project=config.tracking.project, name=config.run.name, config=plain_settings(config), resume="allow"
-        )
+        self.run = trackio.init(project=spec.project, name=spec.run_name, config=dict(spec.recorded), resume="allow")
 
     def log(self, figures: dict[str, float], step: int) -> None:
         self.run.log(figures, step=step)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.prove import Proof, prove_shards
@@ -46,13 +46,11 @@ class LoadReport:
 
 def materialize(
     assembled: AssembledModel,
-    config: Config,
+    spec: ShardSpec,
+    seed: int,
     processes: Processes,
     fill_adapters: Callable[[peft.PeftModel], None],
     *,
-    shards: bool = True,
-    reshard_after_forward: bool = True,
-    reads_peers: bool = True,
     shows_progress: bool = False,
     before_proof: Callable[[], None] = lambda: None,
 ) -> LoadReport:
@@ -60,13 +58,11 @@ def materialize(
 
     Args:
         assembled: its model is changed in place: parameters on meta become this rank's shards, with values.
-        config: `fsdp` and `training.seed` are used.
+        spec: how the model is split.
+        seed: of weights that are random.
         processes: all ranks take part.
         fill_adapters: called with PEFT's model once the base's shards are filled; it fills the adapters' shards, with
             initial values or with those of a saved adapter.
-        shards: True: use FSDP as the settings say. False: every rank has the whole model on its device.
-        reshard_after_forward: free layers after their forward, and gather them again for backward.
-        reads_peers: read frozen weights from the memory of other GPUs, where that can be done.
         shows_progress: show a progress bar on rank 0 if there is a terminal.
         before_proof: called between loading and the proof, so that memory can be measured for each apart.
 
@@ -74,18 +70,17 @@ def materialize(
         ProofError: FSDP gathers other bytes than were loaded.
     """
     model, meta, device = assembled.model, assembled.meta, processes.device
-    units = shard_model(model, config.fsdp, processes, reshard_after_forward) if shards else []
+    units = shard_model(model, spec, processes)
     started = time.perf_counter()
     peers = None
-    if units and reads_peers:
-        peers = share_frozen(model, config.fsdp, processes, reshard_after_forward)
-    shard_device = torch.device("cpu") if shards and config.fsdp.cpu_offload else device
+    if units:
+        peers = share_frozen(model, spec, processes)
+    shard_device = torch.device("cpu") if spec.cpu_offload else device
     place_model(model, shard_device, device, {} if peers is None else peers.shards)
-    num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
-    total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // num_shards
+    total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // spec.num_shards
     is_shown = shows_progress and processes.is_main and sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not is_shown, leave=False) as bar:
-        fill(meta.assignments, device, assembled.dtype, meta.std, config.training.seed, bar.update)
+        fill(meta.assignments, device, assembled.dtype, meta.std, seed, bar.update)
     fill_adapters(model.model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

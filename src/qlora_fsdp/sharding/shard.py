@@ -44,7 +44,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
+from qlora_fsdp.config.schema import ShardingStrategy
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.fsdp_state import free_gathered
@@ -63,16 +64,13 @@ def _check_shared(layers: Sequence[nn.Module]) -> None:
         seen |= own
 
 
-def shard_model(
-    model: TaskModel, config: FsdpConfig, processes: Processes, reshard_after_forward: bool = True
-) -> list[FSDPModule]:
+def shard_model(model: TaskModel, spec: ShardSpec, processes: Processes) -> list[FSDPModule]:
     """Make every parameter a DTensor over the mesh. Collective.
 
     Args:
         model: on meta, with adapters; changed in place.
-        config: strategy, prefetch and offload.
+        spec: how it is split.
         processes: all ranks take part.
-        reshard_after_forward: free layers after their forward, and gather them again for backward.
 
     Returns:
         The FSDP units, the root last; empty if FSDP is not used.
@@ -80,20 +78,20 @@ def shard_model(
     Raises:
         ConfigError: layers share weights, which FSDP2 can't.
     """
-    if not config.uses_fsdp(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
+    if not spec.uses_fsdp:
         return []
     cuda = processes.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=cuda) if spec.cpu_offload else OffloadPolicy()
     shard = partial(
         fully_shard,
-        mesh=make_mesh(config, processes),
+        mesh=make_mesh(spec, processes),
         mp_policy=MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload_policy=offload,
     )
     layers = model.layers
     _check_shared(layers)
     for module in [*layers, *embedding_and_head_units(model)]:
-        shard(module, reshard_after_forward=reshard_after_forward)
+        shard(module, reshard_after_forward=spec.reshard_after_forward)
     # Backward begins in the root, so its parameters stay. The result is the same object, whose class is changed.
     root: FSDPModule = shard(model, reshard_after_forward=False)
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
@@ -115,7 +113,7 @@ def shard_model(
     # runs before them.
     gathered_by_fsdp = [m for m in embedding_and_head_units(model) if m not in model.gathered_by_model]
     prefetch_order = [*layers, *(m for m in gathered_by_fsdp if m is model.head)]
-    _set_prefetch([unit for unit in prefetch_order if isinstance(unit, FSDPModule)], root, config)
+    _set_prefetch([unit for unit in prefetch_order if isinstance(unit, FSDPModule)], root, spec)
     return units
 
 
@@ -173,17 +171,17 @@ def bypassing_root(model: nn.Module, trains: bool = False) -> Iterator[bool]:
     free_gathered(model)
 
 
-def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
+def make_mesh(spec: ShardSpec, processes: Processes) -> DeviceMesh:
     """A mesh of shape [shards] where all ranks share each parameter, else of shape [replicas, shards]."""
-    device, num_shards = processes.device.type, config.num_shards(processes.num_ranks, processes.local_num_ranks)
-    match config.sharding_strategy:
+    device, num_shards = processes.device.type, spec.num_shards
+    match spec.strategy:
         case ShardingStrategy.auto | ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
             return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
         case ShardingStrategy.HYBRID_SHARD | ShardingStrategy.NO_SHARD:
             shape = (processes.num_ranks // num_shards, num_shards)
             return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
         case _:
-            assert_never(config.sharding_strategy)
+            assert_never(spec.strategy)
 
 
 def place_model(
@@ -232,7 +230,7 @@ def embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
     return [] if are_tied(embeddings, head) else [embeddings, head]
 
 
-def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
+def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, spec: ShardSpec) -> None:
     """Have FSDP gather the next units while one runs.
 
     FSDP2 can do this in two ways. By default it gathers on CUDA streams of its own. That costs memory, because torch's
@@ -248,9 +246,9 @@ def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpCon
     Args:
         units: the transformer layers, and the head if FSDP gathers it, in the order in which they run.
         root: the root unit.
-        config: whether shards are in host memory.
+        spec: whether shards are in host memory.
     """
-    gathers_ahead = not config.cpu_offload
+    gathers_ahead = not spec.cpu_offload
     root._set_unshard_async_op(gathers_ahead)
     for index, unit in enumerate(units):
         if gathers_ahead:

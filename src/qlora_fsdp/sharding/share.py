@@ -25,7 +25,7 @@ from torch.utils.dlpack import from_dlpack
 
 from qlora_fsdp.common.sizes import NUM_AHEAD, round_up
 from qlora_fsdp.common.text import first_line, show_bytes
-from qlora_fsdp.config.schema import FsdpConfig
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import is_shortage
@@ -60,24 +60,21 @@ class Shared:
         self.ends.connect()
 
 
-def share_frozen(
-    model: TaskModel, config: FsdpConfig, processes: Processes, reshard_after_forward: bool
-) -> Shared | None:
+def share_frozen(model: TaskModel, spec: ShardSpec, processes: Processes) -> Shared | None:
     """Have frozen weights of a sharded model lie in memory that the other ranks can read. Collective.
 
     Args:
         model: with FSDP units on meta.
-        config: strategy, prefetch and offload.
+        spec: how it is split.
         processes: all ranks take part.
-        reshard_after_forward: whether layers are freed after their forward.
 
     Returns:
         None if all is gathered: on CPUs, with shards in host memory or on several hosts, and where GPUs can't read one
         another's memory.
     """
-    if not config.may_read_peers(processes.num_ranks, processes.local_num_ranks) or not can_read_peers(processes):
+    if not (spec.reads_peers and spec.may_read_peers) or not can_read_peers(processes):
         return None
-    stay_gathered = not reshard_after_forward
+    stay_gathered = not spec.reshard_after_forward
     layers = [_with_codes(layer) for layer in model.layers]
     wanted = [(module.codes, stay_gathered) for modules in layers for module in modules]
     for end in ends_to_read(model, stay_gathered):

@@ -21,7 +21,8 @@ from torch import Tensor
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import finite_or_none
-from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
+from qlora_fsdp.config.schema import OnBadStep
+from qlora_fsdp.config.specs import StepSpec
 from qlora_fsdp.data.batch import micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, TrainingData
 from qlora_fsdp.data.split import BatchSplit
@@ -42,7 +43,7 @@ class BadSteps:
     Loss and norm are the same on every rank, so all ranks decide the same. `check` is collective.
 
     Args:
-        config: `on_bad_step` and `grad_norm_spike` are used.
+        spec: what a bad step is, and what follows it.
         folder: the run folder.
         data: the training data.
         split: how the sequences of a step are divided among ranks and micro-batches.
@@ -54,7 +55,7 @@ class BadSteps:
 
     def __init__(
         self,
-        config: TrainingConfig,
+        spec: StepSpec,
         folder: Path,
         data: TrainingData,
         split: BatchSplit,
@@ -63,7 +64,11 @@ class BadSteps:
         saver: Saver,
         processes: Processes,
     ) -> None:
-        self.config, self.folder, self.data, self.split, self.decode = config, folder, data, split, decode
+        self.spec = spec
+        self.folder = folder
+        self.data = data
+        self.split = split
+        self.decode = decode
         self.norms, self.saver, self.processes = list(norms)[-NUM_NORMS:], saver, processes
         self.num_in_a_row = 0
 
@@ -89,14 +94,14 @@ class BadSteps:
         file = self._write(step, loss, norm, reason, indices, micro_losses)
         rows = "its rows could not be written" if file is None else f"its rows are in {file}"
         text = f"Step {step + 1}: {reason}. Its gradient was not used; {rows}."
-        if self.config.on_bad_step is OnBadStep.stop or self.num_in_a_row > MAX_IN_A_ROW:
+        if self.spec.on_bad_step is OnBadStep.stop or self.num_in_a_row > MAX_IN_A_ROW:
             saved = self.saver.save(step).text
             row = f" These were {MAX_IN_A_ROW + 1} in a row." if self.num_in_a_row > MAX_IN_A_ROW else ""
             raise TrainingError(
                 f"{text}{row} {saved} Look at these rows; set training.on_bad_step=skip to go on with the next batch, "
-                f"or training.learning_rate lower than {self.config.learning_rate}."
+                f"or training.learning_rate lower than {self.spec.learning_rate}."
             )
-        if self.config.on_bad_step is OnBadStep.rollback:
+        if self.spec.on_bad_step is OnBadStep.rollback:
             restored = self.saver.restore()
             text += (
                 " There is no checkpoint to go back to." if restored is None else f" Back to step {restored}'s weights."
@@ -109,7 +114,7 @@ class BadSteps:
 
         Infinite if `grad_norm_spike` is null, or after fewer than MIN_NORMS good steps.
         """
-        spike = self.config.grad_norm_spike
+        spike = self.spec.grad_norm_spike
         return math.inf if spike is None or len(self.norms) < MIN_NORMS else spike * statistics.median(self.norms)
 
     def _judge(self, loss: float, norm: float) -> str | None:
@@ -148,7 +153,7 @@ class BadSteps:
                 "loss": finite_or_none(loss),
                 "grad_norm": finite_or_none(norm),
             }
-            facts = step_facts | {"action": self.config.on_bad_step.name, "sequences": found}
+            facts = step_facts | {"action": self.spec.on_bad_step.name, "sequences": found}
             records_in(self.folder).write(f"{BAD_STEPS_FOLDER}/{file.name}", partial(_write_facts, facts))
         is_written = self.processes.share(file.is_file() if self.processes.is_main else None)
         return file if is_written else None

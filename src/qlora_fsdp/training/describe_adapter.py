@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.hub_names import hub_name
-from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig, TaskName
+from qlora_fsdp.config.schema import DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.specs import TaskSpec
-from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
@@ -37,7 +38,6 @@ QUESTION = "What is the capital of France?"
 
 def describe_adapter(
     prepared: Prepared,
-    config: Config,
     result: TrainResult,
     folder: Path,
     form: DataFormat | None,
@@ -48,37 +48,40 @@ def describe_adapter(
 
     Args:
         prepared: the run.
-        config: its settings.
         result: what it has done so far.
         folder: the run folder.
         form: the form of the rows; None if it is unknown.
         is_whole: whether `result` began with the first step; else an earlier start did.
         is_final: whether training is over; else the adapter is part of a checkpoint.
     """
-    losses, train_losses = list(result.losses), None
+    spec = prepared.spec
+    recorded = spec.recorded
+    lora = spec.modules.lora
+    losses = list(result.losses)
+    train_losses = None
     if losses:
         num = max(1, min(NUM_FINAL, len(losses) // 2))
         has_both = is_whole and len(losses) > 1
         train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
     serving = serving_of(prepared)
     return CardFacts(
-        base=hub_name(public_value(config, "model.path")),
-        base_name=_base_name(config),
+        base=hub_name(recorded["model.path"]),
+        base_name=_base_name(recorded),
         license=read_license(prepared.assembled.files.folder),
-        data=_data(prepared, config),
-        start=_start(config),
-        settings=_settings(prepared, config),
+        data=_data(prepared),
+        start=_start(recorded),
+        settings=_settings(prepared),
         num_steps=prepared.split.num_steps,
         is_final=is_final,
-        scales_rope=bool(config.model.rope_scaling),
+        scales_rope=bool(recorded["model.rope_scaling"]),
         eval_losses=tuple(result.eval_losses),
         train_losses=train_losses,
-        rank=max(config.lora.r, *config.lora.rank_pattern.values(), 1),
+        rank=max(lora.r, *lora.rank_pattern.values(), 1),
         needs_export=serving.export,
         needs_merge=serving.merge,
         prompt=_describe_prompt(form, prepared.tokenizer),
         example=_example(folder),
-        loss=_name_loss(config),
+        loss=_name_loss(spec.modules.task),
     )
 
 
@@ -88,42 +91,46 @@ def serving_of(prepared: Prepared) -> Serving:
     return find_serving(model.base, prepared.assembled.meta.assignments, settings_of(model.model))
 
 
-def _name_loss(config: Config) -> str:
+def _name_loss(task: TaskSpec) -> str:
     """What a loss of the run is, and what it is a mean over."""
-    if config.task.name is TaskName.preference:
-        unit = "pair" if TaskSpec.of(config).has_pairs else "answer"
-        return f"{config.preference.loss.value} loss per {unit} of answers"
-    if config.task.name is TaskName.reward:
+    if task.name is TaskName.preference:
+        unit = "pair" if task.has_pairs else "answer"
+        return f"{task.preference.loss.value} loss per {unit} of answers"
+    if task.name is TaskName.reward:
         return "loss per pair of answers"
-    return "loss per label" if config.task.has_labels else CardFacts.loss
+    return "loss per label" if task.has_labels else CardFacts.loss
 
 
-def _base_name(config: Config) -> str:
-    name, path = public_value(config, "model.name"), public_value(config, "model.path")
-    return str(name) if name != ModelConfig.name or path is None else Path(path).expanduser().resolve().name
+def _base_name(recorded: Mapping[str, Any]) -> str:
+    name = recorded["model.name"]
+    path = recorded["model.path"]
+    if name != ModelConfig.name or path is None:
+        return str(name)
+    return Path(path).expanduser().resolve().name
 
 
-def _start(config: Config) -> str | None:
+def _start(recorded: Mapping[str, Any]) -> str | None:
     """The last parts of the start's path: `sft/adapter`, as every run calls its own `adapter`."""
-    path = public_value(config, "lora.start")
+    path = recorded["lora.start"]
     return None if path is None else "/".join(Path(path).expanduser().resolve().parts[-2:])
 
 
-def _data(prepared: Prepared, config: Config) -> tuple[CardData, ...]:
+def _data(prepared: Prepared) -> tuple[CardData, ...]:
     """Names and rows of the training data. Of a local file the card has the name alone: it may be published."""
     report = prepared.data.report
-    if config.data.format is DataFormat.random:
+    data = prepared.spec.data.settings
+    if data.format is DataFormat.random:
         return ()
     parts = {str(part.path): part.num_rows for part in report.mix}
-    public = public_value(config, "data.mix" if config.data.mix else "data.path")
-    shown = list(public) if config.data.mix else [public]
+    public = prepared.spec.recorded["data.mix" if data.mix else "data.path"]
+    shown = list(public) if data.mix else [public]
     found = []
-    for path, written in zip(training_paths(config.data), shown, strict=True):
+    for path, written in zip(training_paths(data), shown, strict=True):
         paths = [written] if isinstance(written, str) else list(written)
         names = [name if _is_on_hub(name) else Path(name).expanduser().name for name in paths]
         on_hub = len(paths) == 1 and _is_on_hub(paths[0])
-        num_rows = parts.get(str(path)) if config.data.mix else report.num_rows
-        found.append(CardData(", ".join(names), on_hub, None if config.data.streaming else num_rows))
+        num_rows = parts.get(str(path)) if data.mix else report.num_rows
+        found.append(CardData(", ".join(names), on_hub, None if data.streaming else num_rows))
     return tuple(found)
 
 
@@ -131,10 +138,10 @@ def _is_on_hub(path: str) -> bool:
     return hub_name(path) is not None and not Path(path).expanduser().exists()
 
 
-def _settings(prepared: Prepared, config: Config) -> tuple[tuple[str, str], ...]:
+def _settings(prepared: Prepared) -> tuple[tuple[str, str], ...]:
     found = [("base weights", prepared.assembled.meta.kind)]
     for key in SHOWN:
-        value = public_value(config, key)
+        value = prepared.spec.recorded[key]
         if value not in (None, False, []):
             shown = f"{value:g}" if isinstance(value, float) else getattr(value, "value", value)
             found.append((key, ", ".join(map(str, shown)) if isinstance(shown, list) else str(shown)))

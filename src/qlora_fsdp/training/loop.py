@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import Config, OnBadStep
+from qlora_fsdp.config.schema import OnBadStep
+from qlora_fsdp.config.specs import StepSpec
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
@@ -35,7 +36,7 @@ def train(
     recorder: StepRecorder,
     saver: Saver,
     bad_steps: BadSteps,
-    config: Config,
+    spec: StepSpec,
     result: TrainResult,
 ) -> TrainResult:
     """Train up to the last step of the run. Collective.
@@ -48,7 +49,7 @@ def train(
         saver: writes checkpoints between steps.
         bad_steps: gives the norm limit to each step, and acts on a bad one: it ends the run, skips the update, or loads
             the adapter and the optimizer of the last checkpoint. The loop goes on with the next batch either way.
-        config: `training` and `optim` are used.
+        spec: the learning rate, and what follows a bad step.
         result: what earlier starts have done; it is filled in and returned.
 
     Raises:
@@ -59,7 +60,7 @@ def train(
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
     num_steps = batches.split.num_steps
-    may_go_back = config.training.on_bad_step is OnBadStep.rollback
+    may_go_back = spec.on_bad_step is OnBadStep.rollback
     runner.model.train()
     queue = PassQueue(runner, batches, recorder, first_step=result.num_steps)
     try:
@@ -69,7 +70,7 @@ def train(
                     result.add_evaluation(step, evaluation.run(runner.model, step))
 
             recorder.begin_step()
-            learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
+            learning_rate = learning_rate_at(step, num_steps, spec.learning_rate, spec.optim)
             runner.set_learning_rate(learning_rate)
             try:
                 passes = queue.of_step(step)

@@ -6,7 +6,7 @@ The model is assembled on the meta device, its memory is planned, and the data i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
 from qlora_fsdp.config.batch_size import describe_slices
+from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.config.specs import DataSpec, ModuleSpec, RunSpec, ShardSpec, StepSpec, TrackingSpec
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
@@ -52,7 +53,7 @@ class Prepared:
     """A run whose weights do not exist yet.
 
     Attributes:
-        config: the run's settings, with `auto` decided: packing, the micro-batch, the sharding, the slices.
+        spec: the run, of which nothing is open.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
         base_layers: fingerprint of the transformer layers only, by which an adapter remembers its base.
@@ -67,7 +68,7 @@ class Prepared:
             is short.
     """
 
-    config: Config
+    spec: RunSpec
     assembled: AssembledModel
     base: str | None
     base_layers: str | None
@@ -117,32 +118,63 @@ def prepare(
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
-    missing = replace_missing(config, device)
+    kernels, missing = replace_missing(ModuleSpec.of(config), config.training.precision, device)
+    config = with_values(config, {"kernels.fuse_layers": kernels.fuse_layers})
     assembled = assemble_for_training(start, config, processes)
     model, meta = assembled.model, assembled.meta
-    config = with_values(config, {"training.packing": assembled.spec.packs_rows})
     base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
-    run_plan = _plan_memory(config, assembled, machine, processes, choices)
+    settled = with_values(config, {"training.packing": assembled.spec.packs_rows})
+    run_plan = _plan_memory(settled, assembled, machine, processes, choices)
     inputs = InputOffload(run_plan.offloaded_bytes)
     set_activation_policy(model.layers, run_plan.policies, inputs)
-    config = run_plan.settle(config)
-    num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
+    spec = _resolve(config, assembled, run_plan, processes)
+    num_shards = spec.shards.num_shards
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     for note in (*missing, *assembled.notes):
         log.info(f"Note: {note}")
     _log_model(assembled, sizes)
     for line in run_plan.lines:
         log.info(f"Memory: {line}")
-    check_graph(config, run_plan.policies, has_dropout(model), device.type == "cuda")
-    data, split = _prepare_data(config, assembled, processes, folder, first_step)
+    is_cuda = device.type == "cuda"
+    check_graph(spec.modules, spec.shards.cpu_offload, run_plan.policies, has_dropout(model), is_cuda)
+    earlier = resumed_run(config.checkpoint)
+    data, split = _prepare_data(spec, assembled, processes, folder, first_step, earlier)
     flops = count_flops(model, meta.config.get_text_config())
     # Recomputing a layer exchanges heads again, so ranks that share sequences must have the same policy all the time.
-    is_auto = config.memory.activations is Activations.auto and config.distributed.num_slices == 1
+    is_auto = config.memory.activations is Activations.auto and run_plan.num_slices == 1
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
-    return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(spec, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
+
+
+def _resolve(config: Config, assembled: AssembledModel, run_plan: RunPlan, processes: Processes) -> RunSpec:
+    """The run as its parts get it: settings, and what the model's files, a small model and the plan have decided."""
+    return RunSpec(
+        modules=replace(assembled.spec.modules, num_slices=run_plan.num_slices),
+        data=replace(DataSpec.of(config), packs_rows=assembled.spec.packs_rows),
+        shards=ShardSpec.of(
+            config.fsdp,
+            processes.num_ranks,
+            processes.local_num_ranks,
+            strategy=run_plan.sharding_strategy,
+            reshard_after_forward=run_plan.reshard_after_forward,
+            reads_peers=run_plan.reads_peers,
+        ),
+        steps=StepSpec.of(
+            config.training,
+            config.optim,
+            processes.num_ranks,
+            micro_batch_size=run_plan.micro_batch_size,
+            num_slices=run_plan.num_slices,
+        ),
+        saving=config.checkpoint,
+        generations=config.tracking,
+        tracking=TrackingSpec.of(config),
+        recorded=plain_settings(config),
+        has_memory_target=config.memory.target_gib is not None,
+    )
 
 
 def _plan_memory(
@@ -192,24 +224,22 @@ def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
 
 
 def _prepare_data(
-    config: Config,
+    spec: RunSpec,
     assembled: AssembledModel,
     processes: Processes,
     folder: Path,
     first_step: int,
+    earlier_folder: Path | None,
 ) -> tuple[PreparedData[TrainingData], BatchSplit]:
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
     data: PreparedData[TrainingData]
-    num_slices = config.distributed.num_slices
-    spec = DataSpec.of(config)
-    if config.data.streaming:
-        split = split_batches(config.training, processes.num_ranks, 0, num_slices)  # max_steps says where it ends
-        earlier = resumed_run(config.checkpoint)
-        data = open_stream(spec, tokenizer, split, processes, folder, first_step, model.vocab_size, earlier)
+    if spec.data.settings.streaming:
+        split = split_batches(spec.steps, processes.num_ranks, 0)  # max_steps says where it ends
+        data = open_stream(spec.data, tokenizer, split, processes, folder, first_step, model.vocab_size, earlier_folder)
     else:
-        data = prepare_data(spec, tokenizer, processes, model.vocab_size)
-        split = split_batches(config.training, processes.num_ranks, len(data.train), num_slices)
+        data = prepare_data(spec.data, tokenizer, processes, model.vocab_size)
+        split = split_batches(spec.steps, processes.num_ranks, len(data.train))
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, processes.device)
@@ -217,6 +247,7 @@ def _prepare_data(
         log.info(f"Data: {line}")
     if beyond is not None:
         log.info(f"Note: {beyond}")
-    slices = describe_slices(spec.sequence_length, num_slices)
-    log.info(f"Steps: {split.num_steps} of {spec.sequence_length} tokens a sequence at most{slices}")
+    length = spec.data.sequence_length
+    slices = describe_slices(length, spec.steps.num_slices)
+    log.info(f"Steps: {split.num_steps} of {length} tokens a sequence at most{slices}")
     return data, split

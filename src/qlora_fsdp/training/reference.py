@@ -61,7 +61,7 @@ def add_reference(prepared: Prepared, processes: Processes) -> Prepared:
         prepared: a run whose model is loaded and sharded, and not yet trained: its adapter is as it starts.
         processes: all ranks take part.
     """
-    settings, model, data = prepared.config.preference, prepared.model, prepared.data
+    settings, model, data = prepared.spec.modules.task.preference, prepared.model, prepared.data
     if not isinstance(model, PreferenceLM) or not settings.loss.needs_reference:
         return prepared
     if prepared.start is not None:
@@ -71,7 +71,7 @@ def add_reference(prepared: Prepared, processes: Processes) -> Prepared:
     train, held_out = data.train, data.eval
     assert isinstance(train, Sequences)
     prepared.peaks.enter("evaluation")
-    uses = [Use(train, step) for step in _first_epoch(train, prepared.split, prepared.config.training.seed)]
+    uses = [Use(train, step) for step in _first_epoch(train, prepared.split, prepared.spec.steps.seed)]
     evaluation = [] if held_out is None else [Use(held_out, np.arange(len(held_out)))]
     if held_out is None or held_out.rows is train.rows:
         found = found_held_out = _find(prepared, model, uses + evaluation, processes)
@@ -94,7 +94,7 @@ def _find(prepared: Prepared, model: PreferenceLM, uses: list[Use], processes: P
     rows = uses[0].data.rows
     file = _cache_file(prepared, rows)
     # Nodes may have caches of their own, and all ranks must compute the same rows.
-    kept = _read(file, len(rows.num_targets), prepared.config.data) if processes.is_main else None
+    kept = _read(file, len(rows.num_targets), prepared.spec.data.settings) if processes.is_main else None
     found: Found = processes.share(kept)
     used = np.unique(np.concatenate([use.rows() for use in uses]))
     num_missing = int(np.isnan(found[used]).any(1).sum())
@@ -138,7 +138,7 @@ def _compute(
     """Fill in what `found` lacks of the rows of these micro-batches. Ranks share the work. Collective."""
     mine, size = [of_ranks[processes.rank] for of_ranks in micro_batches], prepared.split.micro_batch_size
     made = (collate(own.data, own.indices, micro_batch_size=size) for own in mine)
-    deterministic = prepared.config.training.deterministic
+    deterministic = prepared.spec.steps.deterministic
     with closing(prefetch(made)) as batches:
         values = [model.reference_of(place(batch, processes.device, deterministic)) for batch in batches]
     free_gathered(model)
@@ -150,12 +150,12 @@ def _compute(
 
 def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
     """The cache file, named by all that its values depend on; None if base or data can't be identified."""
-    config = prepared.config
+    modules, data = prepared.spec.modules, prepared.spec.data
     if prepared.base is None or not rows.key:
         return None
-    quant = [str(value) for value in (*vars(config.quant).values(), config.compute.matmul)]
-    tokens = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
-    start = None if prepared.start is None else [prepared.start.digest, str(config.lora)]
+    quant = [str(value) for value in (*vars(modules.quant).values(), modules.compute.matmul)]
+    tokens = list(prepared.assembled.spec.added_tokens)
+    start = None if prepared.start is None else [prepared.start.digest, str(modules.lora)]
     shape = prepared.assembled.meta.config.to_dict()  # of the model, with scaled positions
     identity = [
         5,  # how they are computed, to which values of before do not belong
@@ -167,10 +167,10 @@ def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
         tokens,
         rows.key,
         rows.num_answers,
-        config.training.max_length,  # to which prompts with other answers are cut
+        data.max_length,  # to which prompts with other answers are cut
     ]
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    return find_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER) / f"reference-{name}.npy"
+    return find_cache(data.settings.cache_folder, DEFAULT_CACHE_FOLDER) / f"reference-{name}.npy"
 
 
 def _read(file: Path | None, num_rows: int, data: DataConfig) -> Found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,12 +17,16 @@ from qlora_fsdp.common.errors import HubError
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.commands import saved_settings
+from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.schema import Config, HubConfig, Weights
 from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
+from qlora_fsdp.data.form import find_form
 from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
+from qlora_fsdp.model.settle import ModelSpec
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
@@ -46,6 +50,7 @@ from qlora_fsdp.training.checkpoints.resume import (
     describe_kept,
     find_checkpoint,
     is_own,
+    settings_of,
 )
 from qlora_fsdp.training.describe_adapter import serving_of
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
@@ -53,7 +58,7 @@ from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.same_settings import check_same_settings
 from qlora_fsdp.training.start_adapter import open_start
-from qlora_fsdp.training.train_adapter import train_adapter
+from qlora_fsdp.training.train_adapter import AdapterSettings, train_adapter
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -69,23 +74,26 @@ def run(config: Config, world: World) -> dict[str, Any]:
     Raises:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
-    with _joined_ranks(config) as (processes, watch, summary), repeatable(config.training.deterministic):
+    kept = partial(describe_kept, config.run, config.checkpoint)
+    joined = _joined_ranks(config.distributed.timeout_seconds, kept)
+    with joined as (processes, watch, summary), repeatable(config.training.deterministic):
         # First: can the settings be used on this hardware? Then the run folder is this run's, and what is in it stays
         # as it is. Is there a checkpoint to resume from?
         check_same_settings(config, processes)
         check(config, _complete(world, processes))
         config, rounded = round_default(config, processes.num_ranks)
-        _check_hub(config, processes)
+        _check_hub(config.hub, processes)
         folder = hold_run_folder(config, processes)
-        checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
+        checkpoint = processes.share(find_checkpoint(config.run, config.checkpoint) if processes.is_main else None)
         choices: dict[str, Any] = {}
         changes = []
         if checkpoint is not None:
             choices = choices_of(checkpoint, config, processes.num_ranks)
-            changes = check_changes(checkpoint, with_values(config, choices), processes.num_ranks)
-        open_run_folder(folder, config, processes, keep_records=is_own(checkpoint, config))
+            settings = settings_of(plain_settings(with_values(config, choices)), processes.num_ranks)
+            changes = check_changes(checkpoint, settings, config.optim.name, processes.num_ranks)
+        open_run_folder(folder, config, processes, keep_records=is_own(checkpoint, config.run))
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
-        note_missing_key(config)
+        note_missing_key(config.tracking)
         if rounded is not None:
             log.info(f"Note: {rounded}")
         if checkpoint is not None:
@@ -99,43 +107,45 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # large is allocated.
         started = time.perf_counter()
         first_step = 0 if checkpoint is None else checkpoint.step
-        with _explained_early_shortage(config):
+        with _explained_early_shortage(config.model.cache_quantized):
             prepared = prepare(config, processes, folder, first_step, start, choices)
         adapter_bytes = prepared.sizes.num_trainable * 4  # float32
         plan = prepared.run_plan.plan
         rank_bytes = 0 if plan is None else plan.host["checkpoint"] - SLAB_BYTES  # the plan rounds up to whole slabs
         check_room(folder, adapter_bytes, max(adapter_bytes, rank_bytes), processes)
         if checkpoint is not None:
-            check_data(checkpoint, prepared.data.train, config)
+            packing, allowed = config.training.packing, config.checkpoint.allow_changes
+            check_data(checkpoint, prepared.data.train, config.data, packing, allowed)
             check_step(checkpoint, prepared.split.num_steps)
-            check_base(checkpoint, prepared.base, config)
+            check_base(checkpoint, prepared.base, config.model.path, allowed)
 
         # Third: load the weights, prove them, and train.
-        with _explained_shortage(prepared, config, processes, folder, summary):
+        with _explained_shortage(prepared, config.memory.snapshot, processes, folder, summary):
             loaded = _load_and_prove(prepared, processes)
             mix = {part.path: part.often for part in prepared.data.report.mix}
             summary.loaded(loaded | ({"mix": mix} if mix else {}), setup_seconds=time.perf_counter() - started)
             prepared = add_reference(prepared, processes)
             serving = serving_of(prepared)
             summary.served(serving.export, serving.merge)
-            result = train_adapter(prepared, config, processes, watch, folder, checkpoint, summary)
+            adapter_settings = _adapter_settings(prepared, config, processes)
+            result = train_adapter(prepared, adapter_settings, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
         summary.finished(result.describe(), seconds)
         if processes.is_main:
-            _write_results(config, folder, summary)
+            _write_results(config.hub, prepared.assembled.spec, config.model.weights, folder, summary)
     return summary.figures
 
 
 @contextmanager
-def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary]]:
+def _joined_ranks(timeout_seconds: int, kept: Callable[[], str]) -> Iterator[tuple[Processes, Watch, RunSummary]]:
     """A context in which the ranks work together: they meet at its beginning and part at its end.
 
     An error on one rank ends the run on all. It is recorded in summary.json and printed once.
     """
-    processes = start_processes(config.distributed.timeout_seconds)
+    processes = start_processes(timeout_seconds)
     summary = RunSummary(processes.num_ranks)
-    watch = Watch(processes, record=summary.failed, kept=partial(describe_kept, config))
+    watch = Watch(processes, record=summary.failed, kept=kept)
     try:
         with ending_together(watch):
             yield processes, watch, summary
@@ -144,7 +154,7 @@ def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary
 
 
 @contextmanager
-def _explained_early_shortage(config: Config) -> Iterator[None]:
+def _explained_early_shortage(writes_cache: bool) -> Iterator[None]:
     """A context for what comes before the plan: the small model that is tried, or a cache that is written.
 
     Raises:
@@ -155,12 +165,12 @@ def _explained_early_shortage(config: Config) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        raise explain_early_shortage(error, config.model.cache_quantized) from error
+        raise explain_early_shortage(error, writes_cache) from error
 
 
 @contextmanager
 def _explained_shortage(
-    prepared: Prepared, config: Config, processes: Processes, folder: Path, summary: RunSummary
+    prepared: Prepared, writes_snapshot: bool, processes: Processes, folder: Path, summary: RunSummary
 ) -> Iterator[None]:
     """A context for loading and training, which need the planned memory.
 
@@ -174,7 +184,7 @@ def _explained_shortage(
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
+        snapshot = folder / f"memory-{processes.rank}.pickle" if writes_snapshot else None
         raise explain_shortage(error, prepared.run_plan.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
     finally:
         plan = prepared.run_plan.plan
@@ -185,21 +195,21 @@ def _explained_shortage(
 
 def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
     """Shard the model, fill and prove every shard, and return figures for summary.json."""
-    config = prepared.config
+    spec = prepared.spec
+    seed = spec.steps.seed
 
     def fill_adapters(model: peft.PeftModel) -> None:
-        initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
+        initialize_adapters(model, spec.modules.lora.init_lora_weights, seed, prepared.assembled.tokens)
         if prepared.start is not None:
             prepared.start.load(model)
 
     with starting_triton(processes.device):
         loaded = materialize(
             prepared.assembled,
-            config,
+            spec.shards,
+            seed,
             processes,
             fill_adapters,
-            reshard_after_forward=prepared.run_plan.reshard_after_forward,
-            reads_peers=prepared.run_plan.reads_peers,
             shows_progress=True,
             before_proof=lambda: prepared.peaks.enter("proof"),
         )
@@ -220,16 +230,30 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
     }
 
 
-def _check_hub(config: Config, processes: Processes) -> None:
+def _adapter_settings(prepared: Prepared, config: Config, processes: Processes) -> AdapterSettings:
+    """What is saved with the adapter, at checkpoints and at the end: as the user gave it, not as the plan decided."""
+    form = find_form(prepared.spec.data) if processes.is_main else None
+    weights = getattr(prepared.model, "class_weights", None)
+    text = saved_settings(
+        config,
+        None if weights is None else weights.tolist(),
+        form,
+        prepared.base_layers,
+        None if prepared.start is None else prepared.start.digest,
+    )
+    return AdapterSettings(text, form)
+
+
+def _check_hub(hub: HubConfig, processes: Processes) -> None:
     """Find out now whether the adapter can be uploaded at the end.
 
     Raises:
         HubError: it can't; raised on every rank.
     """
     error = None
-    if config.hub.push and config.hub.repo is not None and processes.is_main:
+    if hub.push and hub.repo is not None and processes.is_main:
         try:
-            prepare_repo(config.hub.repo, config.hub.private)
+            prepare_repo(hub.repo, hub.private)
         except HubError as found:
             error = f"hub.push=true: {found} Or set hub.push=false."
     error = processes.first_error(error)
@@ -237,15 +261,16 @@ def _check_hub(config: Config, processes: Processes) -> None:
         raise HubError(error)
 
 
-def _write_results(config: Config, folder: Path, summary: RunSummary) -> None:
+def _write_results(hub: HubConfig, model: ModelSpec, weights: Weights, folder: Path, summary: RunSummary) -> None:
     """Write what a finished run leaves beside its adapter, say how it ended, and upload the adapter if asked to."""
     summary.write()
     try:
         write_report([folder], folder / REPORT_FILE)
     except Exception as error:  # a failed report must not fail a run that has finished
         log.warning(f"No report: {error!r}")
-    log.info(describe_end(config, folder, summary.figures))
-    push_result(config.hub, folder / "adapter")
+    is_causal, is_random = model.modules.task.is_causal, weights is Weights.random
+    log.info(describe_end(folder, summary.figures, is_causal, is_random, model.trust_remote_code))
+    push_result(hub, folder / "adapter")
 
 
 def _complete(world: World, processes: Processes) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
         raise AdapterError(f"{start} does not fit the model: {error}") from error
     fix = BASE_FIX
     fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
-    start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(config, tokens))
+    start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(spec.added_tokens, tokens))
     check_base(
         assembled,
         about.fingerprint,
@@ -101,8 +102,7 @@ def _with_chat_notes(assembled: AssembledModel, config: Config) -> AssembledMode
     return replace(assembled, notes=[*assembled.notes, *notes])
 
 
-def _about_tokens(config: Config, tokens: AddedTokens) -> str:
-    wanted = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
+def _about_tokens(wanted: Sequence[str], tokens: AddedTokens) -> str:
     return ", and leave out tokenizer.add_tokens: its own tokens are known" if wanted or tokens.ids else ""
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from qlora_fsdp.config.commands import saved_settings
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.form import find_form
-from qlora_fsdp.model.adapters.model_card import CardFacts
+from qlora_fsdp.config.batch_size import AUTO
+from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
@@ -38,9 +36,22 @@ from qlora_fsdp.training.step_recorder import StepRecorder
 from qlora_fsdp.training.train_result import TrainResult
 
 
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What is saved with an adapter, so that its model can be built again and used.
+
+    Attributes:
+        text: the settings, of SETTINGS_FILE.
+        form: the form of the rows that it was trained on; None if it is unknown.
+    """
+
+    text: str
+    form: DataFormat | None
+
+
 def train_adapter(
     prepared: Prepared,
-    config: Config,
+    adapter_settings: AdapterSettings,
     processes: Processes,
     watch: Watch,
     folder: Path,
@@ -51,7 +62,7 @@ def train_adapter(
 
     Args:
         prepared: with a model that is loaded.
-        config: the settings as the user gave them. `prepared.config` also has what the memory plan decided.
+        adapter_settings: what is saved with the adapter.
         processes: all ranks take part.
         watch: ends the run at a signal. During training it lets the run save first.
         folder: the run folder.
@@ -59,31 +70,34 @@ def train_adapter(
         summary: gets the figures of the checkpoints, even if training ends with an error.
     """
     model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
+    spec = prepared.spec
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trainable, config.optim, config.training.learning_rate)
+    optimizer = make_optimizer(trainable, spec.steps.optim, spec.steps.learning_rate)
     result = _resume(checkpoint, prepared, optimizer, processes, folder, summary)
 
-    describe, settings = _describe_adapter(prepared, config, result, folder, processes)
+    is_whole = result.num_steps == 0
+    describe = partial(describe_adapter, prepared, result, folder, adapter_settings.form, is_whole)
+    settings = adapter_settings.text
     keys = adapter_keys(model.model)
 
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
         write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
 
-    journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
-    content = _checkpoint_content(prepared, config, processes, folder, result)
-    thread = CheckpointThread(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, journal)
+    journal = Journal(folder, spec.tracking, split.num_steps, processes.is_main, result.num_steps)
+    content = _checkpoint_content(prepared, processes, folder, result)
+    thread = CheckpointThread(spec.saving, content, model.model, optimizer, write_adapter_to, processes, journal)
     saver = Saver(thread, watch)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
     before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
     result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
-    bad_steps = _make_bad_steps(prepared, config, folder, [line["grad_norm"] for line in before], saver)
-    trusted = config.model.trust_remote_code
-    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
-    every_steps = config.training.eval_every_steps
-    passes = make_passes(prepared, prepared.config, trainable, processes)
+    bad_steps = _make_bad_steps(prepared, folder, [line["grad_norm"] for line in before], saver)
+    trusted = prepared.assembled.spec.trust_remote_code
+    generations = Generations(spec.generations, data.eval, prepared.tokenizer, processes, trusted)
+    every_steps = spec.steps.eval_every_steps
+    passes = make_passes(prepared, trainable, processes)
     evaluation = Evaluation(data.eval, every_steps, split, passes, generations, processes, peaks, journal, saver)
-    runner = StepRunner(model, passes, optimizer, config.optim.max_grad_norm, prepared.flops, peaks, processes)
-    batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
+    runner = StepRunner(model, passes, optimizer, spec.steps.optim.max_grad_norm, prepared.flops, peaks, processes)
+    batches = GlobalBatches(data.train, split, spec.steps.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
 
     figures = dict(summary.figures)  # for the trackers, which also get the result of training below
@@ -93,7 +107,7 @@ def train_adapter(
             "another Ctrl-C stops it at once, without saving"
         )
         with saver:
-            result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
+            result = train(runner, batches, evaluation, recorder, saver, bad_steps, spec.steps, result)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
@@ -128,44 +142,28 @@ def _resume(
     return result
 
 
-def _make_bad_steps(prepared: Prepared, config: Config, folder: Path, norms: Sequence[float], saver: Saver) -> BadSteps:
+def _make_bad_steps(prepared: Prepared, folder: Path, norms: Sequence[float], saver: Saver) -> BadSteps:
     """What judges the steps. `norms` are the gradient norms of earlier starts' steps."""
 
     def decode(tokens: Sequence[int]) -> str:
         return str(prepared.tokenizer.decode(list(tokens)))
 
     train = prepared.data.train
-    return BadSteps(config.training, folder, train, prepared.split, decode, norms, saver, saver.processes)
+    return BadSteps(prepared.spec.steps, folder, train, prepared.split, decode, norms, saver, saver.processes)
 
 
-def _describe_adapter(
-    prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
-) -> tuple[Callable[..., CardFacts], str]:
-    """What is needed whenever an adapter is written, at checkpoints and at the end.
-
-    Returns:
-        A function that returns the facts for the model card as they are then, and the text of the settings that are
-        saved with the adapter.
-    """
-    form = find_form(DataSpec.of(config)) if processes.is_main else None
-    weights = getattr(prepared.model, "class_weights", None)
-    start = None if prepared.start is None else prepared.start.digest
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers, start)
-    return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
-
-
-def _checkpoint_content(
-    prepared: Prepared, config: Config, processes: Processes, folder: Path, result: TrainResult
-) -> Checkpoint:
-    """The manifest fields that all checkpoints of this run share.
+def _checkpoint_content(prepared: Prepared, processes: Processes, folder: Path, result: TrainResult) -> Checkpoint:
+    """The manifest fields that all checkpoints of this run share: its settings with what was chosen in place of auto.
 
     `eval_losses` is the result's own list, so it grows as the loop evaluates.
     """
+    recorded = prepared.spec.recorded
+    chosen = {key: value for key, value in prepared.run_plan.chosen.items() if recorded[key] == AUTO}
     return Checkpoint(
         folder / CHECKPOINTS,
         result.num_steps,
         processes.num_ranks,
-        settings_of(prepared.run_plan.settle(config), processes.num_ranks),
+        settings_of({**recorded, **chosen}, processes.num_ranks),
         prepared.data.train.describe(),
         prepared.base,
         result.eval_losses,

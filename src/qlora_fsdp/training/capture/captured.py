@@ -40,7 +40,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
@@ -258,22 +257,25 @@ class CapturedPasses:
         return graph + beside - (min(self.limit, free) - now)
 
 
-def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:
+def make_passes(prepared: Prepared, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:
     """Choose how forward and backward run: as CUDA graphs if that is asked for and possible, else kernel by kernel."""
-    eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
+    spec = prepared.spec
+    eager = EagerPasses(prepared.model, processes.device, prepared.peaks, spec.steps.deterministic)
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
-    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model))
+    reason = why_not_captured(
+        spec.modules, spec.shards.cpu_offload, prepared.run_plan.policies, has_dropout(prepared.model)
+    )
     if reason is not None:
         log.info(f"Step: {NOT_RECORDED}: {reason}")
         return eager
     outside = 0 if plan is None else plan.library_bytes
-    limit = math.inf if config.memory.target_gib is None else prepared.machine.target - outside
+    limit = prepared.machine.target - outside if spec.has_memory_target else math.inf
     layers = prepared.model.layers
     keeping = [] if plan is None else layers[len(layers) - plan.num_kept_dequantized :]
     has_room = plan is None or plan.dequantizes_ahead
     holds = plan is not None and plan.work.holds_dequantized
     reader = WeightReader(prepared.model, processes.device, keeping, holds) if has_room else None
-    is_required = config.compute.cuda_graph is True
+    is_required = spec.modules.compute.cuda_graph is True
     return CapturedPasses(eager, trainable, processes, prepared.peaks, limit, reader, is_required)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.batch_size import AUTO
-from qlora_fsdp.config.identity import find_changes, plain_settings
-from qlora_fsdp.config.schema import CheckpointConfig, Config, Run, ShardingStrategy
+from qlora_fsdp.config.identity import find_changes
+from qlora_fsdp.config.schema import CheckpointConfig, Config, DataConfig, Optimizer, Run, RunConfig, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, CHECKPOINTS, MANIFEST, checkpoint_folders, describe_attempt, step_of
@@ -32,16 +33,17 @@ PACKING = "training.packing"
 MAKES_SEQUENCES = ("data.", PACKING, "training.max_length", "training.seed")  # beginnings of settings
 
 
-def find_checkpoint(config: Config) -> Checkpoint | None:
+def find_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Checkpoint | None:
     """The checkpoint that `checkpoint.resume` asks for; None where the run starts anew. Rank 0 calls this.
 
     Raises:
         ResumeError: the checkpoint is missing or not whole.
     """
-    folder, resume = checkpoint_to_resume(config), config.checkpoint.resume
+    folder = checkpoint_to_resume(run, settings)
+    resume = settings.resume
     if folder is None:
         return None
-    if folder.parent != own_checkpoints(config) and not (folder / MANIFEST).exists():
+    if folder.parent != own_checkpoints(run) and not (folder / MANIFEST).exists():
         inside = checkpoint_folders(folder) or checkpoint_folders(folder / CHECKPOINTS)
         fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(folder)
         if (folder.parent / MANIFEST).exists():
@@ -59,9 +61,9 @@ def resumed_run(settings: CheckpointConfig) -> Path | None:
     return Path(settings.resume).expanduser().resolve().parents[1]  # run/checkpoints/step
 
 
-def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
+def is_own(checkpoint: Checkpoint | None, run: RunConfig) -> bool:
     """Whether the checkpoint is in the run's own folder."""
-    return checkpoint is not None and checkpoint.folder.parent == own_checkpoints(config)
+    return checkpoint is not None and checkpoint.folder.parent == own_checkpoints(run)
 
 
 def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
@@ -97,24 +99,32 @@ def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[s
     return found
 
 
-def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
+def settings_of(recorded: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Every setting by its key, as in a manifest. A global batch size that follows from the ranks is written out."""
-    settings = plain_settings(config)
-    settings["training.global_batch_size"] = (
-        config.training.global_batch_size or config.training.micro_batch_size * config.distributed.num_groups(num_ranks)
-    )
-    return settings
+    size = recorded["training.global_batch_size"]
+    if not size:
+        num_slices = recorded[SLICES] if isinstance(recorded[SLICES], int) else 1
+        size = recorded["training.micro_batch_size"] * max(1, num_ranks // num_slices)
+    return {**recorded, "training.global_batch_size": size}
 
 
-def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> list[str]:
+def check_changes(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], optimizer: Optimizer, num_ranks: int
+) -> list[str]:
     """Allowed differences from the run that wrote the checkpoint, each as `new (was old)`.
+
+    Args:
+        checkpoint: what the run resumes from.
+        settings: the run's, as `settings_of` makes them.
+        optimizer: the run's.
+        num_ranks: all ranks.
 
     Raises:
         ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it or can't allow it.
     """
-    keeps_shards = config.optim.name.keeps_state_by_rank and num_ranks == checkpoint.num_ranks  # else said below
+    keeps_shards = optimizer.keeps_state_by_rank and num_ranks == checkpoint.num_ranks  # else said below
     changes, problems = [], []
-    for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
+    for key, (value, old) in find_changes(settings, checkpoint.settings).items():
         was = printable(show("", old)[1:])
         run = all_settings()[key].facets.run
         if run is Run.fixed:
@@ -123,7 +133,7 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
             problems.append(Problem(show(key, value), reason, fix))
             continue
         may_change = run.is_same and not (keeps_shards and run is Run.same_shards)
-        if may_change or key in config.checkpoint.allow_changes:
+        if may_change or key in settings["checkpoint.allow_changes"]:
             is_chosen = key in (*OPEN, SLICES) and show("", value) == f"={AUTO}"  # the user need not have changed it
             now = f"{key} chosen anew" if is_chosen else show(key, value)
             changes.append(f"{now} (was {was})")
@@ -133,37 +143,50 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
             problems.append(Problem(show(key, value), reason, fix))
     if num_ranks != checkpoint.num_ranks:
         changes.append(f"{plural(num_ranks, 'rank')} (was {checkpoint.num_ranks})")
-        if config.optim.name.keeps_state_by_rank:
+        if optimizer.keeps_state_by_rank:
             reason = (
                 f"keeps its state by rank: {plural(num_ranks, 'rank')} can't go on from the {checkpoint.num_ranks} of"
             )
             fix = f"Start {plural(checkpoint.num_ranks, 'rank')}, or set checkpoint.resume=none to start anew."
-            problems.append(Problem(show("optim.name", config.optim.name), f"{reason} {checkpoint.folder}.", fix))
+            problems.append(Problem(show("optim.name", optimizer), f"{reason} {checkpoint.folder}.", fix))
     if problems:
         raise ConfigError(problems)
     return changes
 
 
-def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> None:
+def check_data(
+    checkpoint: Checkpoint,
+    data: TrainingData,
+    settings: DataConfig,
+    packing: bool | str,
+    allow_changes: Sequence[str],
+) -> None:
     """Refuse data that changed under the same settings, because rows would be seen twice or skipped.
+
+    Args:
+        checkpoint: what the run resumes from.
+        data: what it is to train on.
+        settings: the section `data`.
+        packing: `training.packing`, as it was typed.
+        allow_changes: settings that may differ.
 
     Raises:
         ResumeError: the data changed, and no setting that may change explains that.
     """
     found = data.describe()
-    is_allowed = any(key.startswith(MAKES_SEQUENCES) for key in config.checkpoint.allow_changes)
+    is_allowed = any(key.startswith(MAKES_SEQUENCES) for key in allow_changes)
     if found == checkpoint.data or is_allowed:
         return
     was = checkpoint.settings.get(PACKING)
-    if was is not None and was != config.training.packing:
+    if was is not None and was != packing:
         reason = f"was {printable(show('', was)[1:])} when {checkpoint.folder} was written: the rows are in other"
         fix = f"Set {PACKING} to that, or set checkpoint.allow_changes=[{PACKING}]. Or set {ANEW}"
-        raise ResumeError(f"{show(PACKING, config.training.packing)} {reason} sequences. {fix}")
-    key, value = ("data.mix", config.data.mix) if config.data.mix else ("data.path", config.data.path)
+        raise ResumeError(f"{show(PACKING, packing)} {reason} sequences. {fix}")
+    key, value = ("data.mix", settings.mix) if settings.mix else ("data.path", settings.path)
     before = {name: checkpoint.data.get(name) for name in found}
     changed = [name for name in found if found[name] != before[name]]
     counts = ", ".join(f"{name} is {found[name]}, was {printable(str(before[name]))}" for name in changed)
-    if config.data.streaming:
+    if settings.streaming:
         counts += ". Files that are streamed are known by their place, size and time of change, and a copy has others"
     raise ResumeError(
         f"{show(key, value)} is not the data that {checkpoint.folder} was trained on: {counts}. "
@@ -184,25 +207,26 @@ def check_step(checkpoint: Checkpoint, num_steps: int) -> None:
         )
 
 
-def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None:
+def check_base(checkpoint: Checkpoint, base: str | None, path: str | None, allow_changes: Sequence[str]) -> None:
     """Refuse another base model under the same path and of the same shapes, on which the adapter was not trained.
 
     Raises:
         ResumeError: it is another one, and no `model` setting may change.
     """
-    is_allowed = any(key.startswith("model.") for key in config.checkpoint.allow_changes)
+    is_allowed = any(key.startswith("model.") for key in allow_changes)
     if checkpoint.base is not None and base != checkpoint.base and not is_allowed:
         raise ResumeError(
-            f"model.path={config.model.path} holds other weights than when {checkpoint.folder} was written. Bring the "
+            f"model.path={path} holds other weights than when {checkpoint.folder} was written. Bring the "
             f"files back, or set checkpoint.allow_changes=[model.path] to go on with these. Or set {ANEW}"
         )
 
 
-def describe_kept(config: Config) -> str:
+def describe_kept(run: RunConfig, settings: CheckpointConfig) -> str:
     """What a run that a signal ends can be resumed from, for its message."""
-    own, resume = checkpoint_folders(own_checkpoints(config)), config.checkpoint.resume
+    own = checkpoint_folders(own_checkpoints(run))
+    resume = settings.resume
     if not own:
         return "No step is saved: the same command starts again."
     setting = show("checkpoint.resume", resume) if resume != "auto" else "run.overwrite=true"
-    without = f"without {setting} " if resume != "auto" or config.run.overwrite else ""
+    without = f"without {setting} " if resume != "auto" or run.overwrite else ""
     return f"Step {step_of(own[-1])} is saved: {without}the same command goes on from there."
