@@ -29,7 +29,7 @@ from qlora_fsdp.common.terminal import colored, uses_color
 from qlora_fsdp.common.text import first_line, name_error
 from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
-from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
+from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned, check_recurrent_kernels
 from qlora_fsdp.doctor.host import check_disk, check_memory
 from qlora_fsdp.doctor.software import check_bytecode, check_hub, check_slurm, check_versions
 
@@ -57,6 +57,7 @@ def diagnose(folder: Path) -> list[Finding]:
         ("bytecode", check_bytecode),
         ("GPUs", check_gpus),
         ("bitsandbytes", check_cpu_kernels),
+        ("gated delta rule", check_recurrent_kernels),
         ("memory", check_memory),
         ("pinned memory", check_pinned),
         ("disk", lambda: check_disk(folder)),

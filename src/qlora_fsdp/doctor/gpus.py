@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PINNED_BYTES = 256 * 2**20
 REPEATS = 3
+DOCTOR_MAX_LENGTH = 4096  # tokens of a row, of which a small model computes few
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -54,6 +55,32 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("yellow", "peer access", found, "Gathering goes through host memory: prefer fsdp=shard_grad_op.")
     elif pairs:
         yield Finding("green", "peer access", "between all GPUs")
+
+
+def check_recurrent_kernels() -> Iterator[Finding]:
+    """What computes layers that carry a state: this program, torch, or kernels of a package if these are right.
+
+    The package's are tried on the first GPU, by a process of its own, with a small model of Bamba.
+    """
+    import torch
+    from transformers import BambaConfig
+
+    from qlora_fsdp.layers.recurrent.packages import installed_packages
+    from qlora_fsdp.model.trials.kernel_trial import try_kernels
+
+    names = " and ".join(installed_packages())
+    unused = f"; {names} not used" if names else ""
+    yield Finding("green", "delta rule", f"gated delta rule computed by this program's own kernels{unused}")
+    what = "state spaces"
+    if not names or not torch.cuda.is_available():
+        yield Finding("green", what, "computed by transformers' torch code")
+        return
+    verdict = try_kernels(BambaConfig(), DOCTOR_MAX_LENGTH, torch.device("cuda", 0), [])
+    if verdict.why_not is None:
+        yield Finding("green", what, f"computed by {names}")
+    else:
+        found = f"computed by transformers' torch code, slower ({verdict.why_not})"
+        yield Finding("yellow", what, found, f"Install versions of {names} that fit this GPU and this Triton.")
 
 
 def _check_driver() -> Finding:

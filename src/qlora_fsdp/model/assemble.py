@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import AdapterError, ConfigError, Problem
+from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import use_fused_kernels
-from qlora_fsdp.layers.recurrent.replace import wants_one_sequence
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, describe_idle_patterns
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
@@ -37,7 +35,6 @@ from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.reward import RewardModel
 from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.model.trials.packing import RECURRENT_KERNELS
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import Processes
 
@@ -101,8 +98,6 @@ def assemble(spec: ModelSpec, device: torch.device) -> AssembledModel:
     if spec.trains or spec.generates:
         liger_kernels = use_fused_kernels(modules.kernels, spec.files.config, device)
     meta = _build(spec)
-    if spec.trains and spec.deterministic and device.type == "cuda":
-        _refuse_recurrent_kernels(meta)
     _check_token_rows(meta, spec.tokens, len(spec.tokenizer), spec.files.folder)
     left_out = find_left_out(meta.model, modules.lora, spec.unreached)
     notes = [*spec.notes, *meta.notes, *describe_left_out(meta.model, left_out)]
@@ -167,19 +162,6 @@ def add_router_loss(model: TaskModel, coef: float) -> list[str]:
     if isinstance(model, CausalLM) and coef:
         model.router_loss = RouterLoss(model.base, coef)
     return describe_router_loss(model.base, coef)
-
-
-def _refuse_recurrent_kernels(meta: MetaModel) -> None:
-    """Refuse the kernels of recurrent layers in a deterministic run: their backward adds with atomics, in any order.
-
-    Raises:
-        ConfigError: the model has such layers, and transformers would use the kernels that are installed for them.
-    """
-    installed = [name for name in RECURRENT_KERNELS if find_spec(name) is not None]
-    if installed and wants_one_sequence(meta.model):
-        reason = f"can't be kept: {' and '.join(installed)}, whose kernels this model uses, add in any order."
-        fix = "Set training.deterministic=false, or uninstall them: torch computes in their place (slower)."
-        raise ConfigError([Problem("training.deterministic=true", reason, fix)])
 
 
 def _build(spec: ModelSpec) -> MetaModel:

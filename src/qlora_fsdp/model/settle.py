@@ -108,6 +108,7 @@ def settle_model(
         max_length=config.training.max_length,
         slices=config.distributed.num_slices > 1,
         trust_remote_code=config.model.trust_remote_code,
+        deterministic=config.training.deterministic,
     )
     # A small model is tried before Liger's kernels for GPUs are put into transformers' classes, which it has too.
     traits = find_traits(files.config, trial, processes)
@@ -122,6 +123,8 @@ def settle_model(
     )
     notes = [slower] if slower else []
     notes += describe_wide_heads(attention, files.config)
+    if traits.recurrent_by is not None:
+        notes.append(f"layers that carry a state are computed by {traits.recurrent_by}")
     if num_slices > 1:
         check_slices(files.config, num_slices, config.training.max_length, traits)
         attention = whole_attention(attention, slower, files.config, num_slices, device)

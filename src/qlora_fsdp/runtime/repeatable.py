@@ -10,8 +10,8 @@ order:
 - NCCL leaves NVLink's switches out of its sums, because they promise no order.
 
 The Triton kernels of this project and of Liger, as far as they are used here, add without atomics: each sum has one
-program and one order. So do bitsandbytes' kernels. FlashAttention-4 and the kernels of recurrent layers do not; they
-are refused (config/check_training.py, model/assemble.py).
+program and one order. So do bitsandbytes' kernels. FlashAttention-4 and the kernels of recurrent layers do not:
+FlashAttention-4 is refused (config/check_training.py), and torch computes recurrent layers (model/trials/packing.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ attention may not run. What is proven depends on that:
   (attention_by_starts.py). That proves that the model hands starts and windows down to its attention, and asks for
   nothing that the kernel leaves out (Gemma 2 caps logits, which varlen does not). That the kernel computes what the
   function computes is for its own tests (tests/gpu/test_gpu_attention.py).
-- Kernels of layers that carry a state run on GPUs alone. Where they are installed, so does the trial of such a model.
+- Kernels of layers that carry a state run on GPUs alone. Where they are installed, a process of its own tries them
+  there (kernel_trial.py), and what it finds of packed rows counts. Else transformers' torch code is tried.
 - Ranks that share sequences (`distributed.context_parallel`) have slices, whose tokens may meet in attention alone. The
   small model computes slices side by side, with attention that joins them: a convolution or a state ends at each.
 - What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
@@ -29,7 +30,6 @@ Rank 0 decides, and all ranks get its verdict. What can't be tried is padded, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
@@ -39,14 +39,13 @@ from qlora_fsdp.config.schema import Dtype, TaskConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
+from qlora_fsdp.layers.recurrent.packages import compute_by_packages, compute_by_torch, installed_packages
 from qlora_fsdp.model.build import AUTO_CLASSES
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.trials.kernel_trial import KernelVerdict, try_kernels
 from qlora_fsdp.model.trials.padding_trial import why_mask_is_needed
-from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
+from qlora_fsdp.model.trials.row_trial import CPU, RowTrial, import_model_file
 from qlora_fsdp.runtime.processes import Processes
-
-# Packages with kernels for recurrent layers, which transformers uses where they are installed. They run on GPUs alone.
-RECURRENT_KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,14 @@ class TrialSpec:
         max_length: tokens of the longest row.
         slices: whether ranks are to share sequences.
         trust_remote_code: run model code that comes with the files.
+        deterministic: whether a run must repeat to the bit, for which packages' kernels are not asked.
     """
 
     task: TaskConfig
     max_length: int
     slices: bool = False
     trust_remote_code: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Traits:
         unreached: linear layers that got no gradient, by their `general_name` (model/reached.py).
         why_not_causal: why the model can't learn to predict the next token; None if it can, or if it was not asked.
         why_not_sliced: why ranks can't share sequences of this model; None if they can, or if it was not asked.
+        recurrent_by: what computes its layers that carry a state, for the log; None if it has none.
+        uses_packages: whether kernels of installed packages compute these layers, and not torch.
     """
 
     transform: LogitTransform | None
@@ -84,13 +87,23 @@ class Traits:
     unreached: frozenset[str] = frozenset()
     why_not_causal: str | None = None
     why_not_sliced: str | None = None
+    recurrent_by: str | None = None
+    uses_packages: bool = False
 
 
 def find_traits(model: PretrainedConfig, spec: TrialSpec, processes: Processes) -> Traits:
-    """Try a small model of the model's class. Rank 0 does, and all ranks get the result. Collective."""
+    """Try a small model of the model's class. Rank 0 does, and all ranks get the result. Collective.
+
+    From then on each rank's recurrent layers are computed by what the trial has found to be right.
+    """
     is_gpu = processes.device.type == "cuda"
     traits = try_small(model, spec, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits)
+    import_model_file(model.get_text_config())
+    if shared.uses_packages:
+        compute_by_packages()
+    else:
+        compute_by_torch()
     return shared
 
 
@@ -103,13 +116,23 @@ def try_small(model: PretrainedConfig, spec: TrialSpec, device: torch.device = C
         device: where it is tried.
         for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
     """
-    trial = _trial(model, spec, device)
+    trial, kernels = _trial(model, spec), _kernels(model, spec, device)
+    recurrent_by = _describe_recurrent(trial, kernels) if trial.is_recurrent else None
+    uses_packages = kernels is not None and kernels.why_not is None
     if not spec.task.is_causal:
         needs_mask = why_mask_is_needed(trial, AUTO_CLASSES[spec.task.name]) if for_gpu else None
-        return Traits(transform=None, why_not_by_starts=needs_mask, unreached=trial.unreached)
-    by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
-    by_slices = trial.why_not_packed(BY_SLICES) if spec.slices else None
-    return Traits(trial.head_transform(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
+        return Traits(None, needs_mask, trial.unreached, recurrent_by=recurrent_by, uses_packages=uses_packages)
+    by_starts = _why_not_packed(trial, kernels, BY_STARTS) if for_gpu else None
+    by_slices = _why_not_packed(trial, kernels, BY_SLICES) if spec.slices else None
+    return Traits(
+        trial.head_transform(),
+        by_starts,
+        trial.unreached,
+        trial.why_not_causal(),
+        by_slices,
+        recurrent_by,
+        uses_packages,
+    )
 
 
 def sees_no_padding(task: TaskConfig, traits: Traits) -> bool:
@@ -187,16 +210,16 @@ def why_not_packed(
         dtype: the compute dtype, by which `auto` is chosen.
         device: where the model will run.
     """
-    trial = _trial(model, spec, device)
+    trial, kernels = _trial(model, spec), _kernels(model, spec, device)
     if trial.num_positions is not None and trial.num_positions < spec.max_length:
         return (
             f"it has embeddings of {trial.num_positions:,} positions, and with the padding at its end a row may have "
             f"training.max_length={spec.max_length}"
         )
     if attention == "auto":
-        by_starts = trial.why_not_packed(BY_STARTS)
+        by_starts = _why_not_packed(trial, kernels, BY_STARTS)
         attention = traced_attention("auto", model, dtype, is_causal=True, why_not_by_starts=by_starts)
-    return trial.why_not_packed(_stand_in(attention))
+    return _why_not_packed(trial, kernels, _stand_in(attention))
 
 
 def planned_dtype(precision: Dtype) -> torch.dtype:
@@ -210,23 +233,54 @@ def class_name(model: PretrainedConfig) -> str:
     return found.__name__ if isinstance(found, type) else str(model.model_type)
 
 
-_TRIALS: dict[tuple[str, int, torch.device], RowTrial] = {}
+_TRIALS: dict[tuple[str, int], RowTrial] = {}
+_VERDICTS: dict[tuple[str, int, torch.device], KernelVerdict] = {}
 
 
-def _trial(model: PretrainedConfig, spec: TrialSpec, device: torch.device) -> RowTrial:
-    """The trial of a model, made once in a process: on the CPU, or on the GPU if its recurrent kernels need that."""
+def _trial(model: PretrainedConfig, spec: TrialSpec) -> RowTrial:
+    """The trial of a model on the CPU, where torch computes all of it; made once in a process."""
     text = model.get_text_config()
-    max_length, trusted = spec.max_length, spec.trust_remote_code
-    key = text.to_json_string(use_diff=False)
-    if (key, max_length, CPU) not in _TRIALS:
-        _TRIALS[key, max_length, CPU] = RowTrial(text, max_length, CPU, trusted)
-    found = _TRIALS[key, max_length, CPU]
-    has_kernels = any(find_spec(name) is not None for name in RECURRENT_KERNELS)
-    if not found.wants_one_sequence or not has_kernels or device.type != "cuda":
-        return found
-    if (key, max_length, device) not in _TRIALS:
-        _TRIALS[key, max_length, device] = RowTrial(text, max_length, device, trusted)
-    return _TRIALS[key, max_length, device]
+    key = text.to_json_string(use_diff=False), spec.max_length
+    if key not in _TRIALS:
+        _TRIALS[key] = RowTrial(text, spec.max_length, CPU, spec.trust_remote_code)
+    return _TRIALS[key]
+
+
+def _kernels(model: PretrainedConfig, spec: TrialSpec, device: torch.device) -> KernelVerdict | None:
+    """What was found of installed kernels for the model's recurrent layers, once in a process; None if none is asked.
+
+    They are asked on GPUs alone, and not by a run that must be deterministic: their backward adds in any order.
+    """
+    if device.type != "cuda" or spec.deterministic or not installed_packages():
+        return None
+    if not _trial(model, spec).wants_one_sequence:
+        return None  # this program's own code computes the others
+    text = model.get_text_config()
+    key = text.to_json_string(use_diff=False), spec.max_length, device
+    if key not in _VERDICTS:
+        _VERDICTS[key] = try_kernels(text, spec.max_length, device, [BY_STARTS, BY_SLICES, "sdpa", "eager"])
+    return _VERDICTS[key]
+
+
+def _why_not_packed(trial: RowTrial, kernels: KernelVerdict | None, attention: str) -> str | None:
+    """Why rows can't be packed with an implementation of attention; None if they can."""
+    if kernels is not None and kernels.why_not is None:
+        return kernels.why_not_packed.get(attention, trial.error)
+    return trial.why_not_packed(attention)
+
+
+def _describe_recurrent(trial: RowTrial, kernels: KernelVerdict | None) -> str:
+    """What computes layers that carry a state, and why."""
+    if not trial.wants_one_sequence:
+        return "this program's own code (layers/recurrent), which keeps packed rows apart"
+    names = " and ".join(installed_packages())
+    if kernels is None:
+        return (
+            f"transformers' torch code ({names or 'no package with kernels'} {'not used' if names else 'is installed'})"
+        )
+    if kernels.why_not is None:
+        return names
+    return f"transformers' torch code, slower ({kernels.why_not})"
 
 
 def _stand_in(attention: str) -> str:

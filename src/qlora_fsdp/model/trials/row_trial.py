@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.head_loss import LogitTransform
-from qlora_fsdp.layers.liger import stock_models
+from qlora_fsdp.layers.liger import MODELS, stock_models
+from qlora_fsdp.layers.recurrent.packages import computed_by_torch
 from qlora_fsdp.layers.recurrent.replace import (
     has_recurrent_layers,
     plain_functions,
@@ -69,6 +71,13 @@ class Result:
 class RowTrial:
     """A small model of a class, and what stock transformers computes with it, a row at a time.
 
+    Args:
+        config: of a text model; it stays as it is.
+        max_length: tokens of the longest sequence.
+        device: where the small model computes.
+        trust_remote_code: run model code that comes with the files.
+        with_packages: see `stock`.
+
     Attributes:
         tolerances: of logits and of gradients: how far they may differ, as parts of the largest.
         is_recurrent: whether the model has layers that carry a state from token to token.
@@ -78,9 +87,15 @@ class RowTrial:
     """
 
     def __init__(
-        self, config: PretrainedConfig, max_length: int, device: torch.device = CPU, trust_remote_code: bool = False
+        self,
+        config: PretrainedConfig,
+        max_length: int,
+        device: torch.device = CPU,
+        trust_remote_code: bool = False,
+        with_packages: bool = False,
     ) -> None:
         self.config, self.device, self.trust_remote_code = config, device, trust_remote_code
+        self.with_packages = with_packages
         self.tolerances = (LOGITS_TOLERANCE, GRADIENTS_TOLERANCE) if device.type == "cpu" else (GPU_TOLERANCE,) * 2
         self.rows = _draw_rows()
         self.found: dict[str, str | None] = {}  # by the implementation of attention
@@ -88,7 +103,8 @@ class RowTrial:
         self.is_recurrent, self.num_positions, self.unreached = False, None, frozenset[str]()
         self.wants_one_sequence = False
         register_stand_ins()
-        with stock():
+        import_model_file(config)
+        with stock(with_packages):
             try:
                 self.small = miniature(config, max_length)
                 self._check_size()
@@ -109,7 +125,7 @@ class RowTrial:
         if self.error is not None:
             return self.error
         if attention not in self.found:
-            with stock():
+            with stock(self.with_packages):
                 self.found[attention] = self._try(attention)
         return self.found[attention]
 
@@ -146,7 +162,7 @@ class RowTrial:
             return None
         row, before = self.rows[1].clone(), self.alone.logits[1][:-1]
         row[-1:] = _other_tokens(row[-1:])
-        with stock(), plain_functions(self.model), torch.no_grad():
+        with stock(self.with_packages), plain_functions(self.model), torch.no_grad():
             after = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0, :-1]
         change = largest_difference([after], [before])
         if change <= self.tolerances[0]:
@@ -158,7 +174,7 @@ class RowTrial:
         if self.error is not None:
             return None
         row, logits = self.rows[1].to(self.device), self.alone.logits[1]
-        with stock(), plain_functions(self.model), torch.no_grad():
+        with stock(self.with_packages), plain_functions(self.model), torch.no_grad():
             try:
                 build = partial(self.build, "eager")
                 return HeadTrial(self.model, self.config, row, logits, build, _are_apart).transform()
@@ -301,13 +317,24 @@ def _are_apart(found: Tensor, expected: Tensor) -> bool:
     return not largest_difference([found], [expected]) <= LOGITS_TOLERANCE
 
 
+def import_model_file(config: PretrainedConfig) -> None:
+    """Import the file that has the model's classes, if it is one of transformers'."""
+    if type(config).__module__.startswith(MODELS):
+        import_module(type(config).__module__.replace("configuration_", "modeling_"))
+
+
 @contextmanager
-def stock() -> Iterator[None]:
-    """Transformers as it comes, without the GPU kernels of an earlier run; its warnings would be of the small model."""
+def stock(with_packages: bool = False) -> Iterator[None]:
+    """Transformers as it comes, without the GPU kernels of an earlier run; its warnings would be of the small model.
+
+    Args:
+        with_packages: whether kernels of installed packages compute layers that carry a state; else torch does.
+    """
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    recurrent = nullcontext() if with_packages else computed_by_torch()
     try:
-        with stock_models():
+        with stock_models(), recurrent:
             yield
     finally:
         transformers.logging.set_verbosity(level)
