@@ -1,16 +1,18 @@
 """Try kernels of recurrent layers on the GPU, in a process of its own with a time limit.
 
-Such kernels (layers/recurrent/packages.py) run on GPUs alone, so only a GPU can tell whether they compute what transformers'
-torch code computes, and keep packed rows apart. They may also fail inside CUDA, which leaves a process that can compute
-nothing any more, or tune themselves for minutes. So a process of its own tries them, with a small model of the run's
-class (row_trial.py): each row alone must give the logits and gradients that torch gives on a CPU. What fails, differs,
-or takes too long is not used: the run goes on with torch's code. What the process compiles stays in Triton's cache.
+Such kernels (layers/recurrent/packages.py) run on GPUs alone, so only a GPU can tell whether they compute what
+transformers' torch code computes, and keep packed rows apart. They may also fail inside CUDA, which leaves a process
+that can compute nothing any more, or tune themselves for minutes. So a process of its own tries them, with a small
+model of the run's class (row_trial.py): each row alone must give the logits and gradients that torch gives on a CPU.
+What fails, differs, or takes too long is not used: the run goes on with torch's code. What the process compiles stays
+in Triton's cache.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,6 +44,16 @@ class KernelVerdict:
     why_not_packed: dict[str, str | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What another process is to try: the arguments of `try_kernels`."""
+
+    config: PretrainedConfig
+    max_length: int
+    device: torch.device
+    attentions: tuple[str, ...]
+
+
 def try_kernels(
     config: PretrainedConfig,
     max_length: int,
@@ -62,37 +74,26 @@ def try_kernels(
     if config.model_type not in CONFIG_MAPPING:
         return KernelVerdict(f"{names} can't be tried with a model that comes with code of its own")
     log.info("Kernels of %s are tried (%.0f s at most)", names, limit_seconds)
-    order = {
-        "config": config.to_json_string(use_diff=False),
-        "max_length": max_length,
-        "device": str(device),
-        "attentions": list(attentions),
-    }
+    order = _Order(config, max_length, device, tuple(attentions))
+    command = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=json.dumps(order),
-            capture_output=True,
-            text=True,
-            timeout=limit_seconds,
-        )
+        done = subprocess.run(command, input=pickle.dumps(order), capture_output=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         return KernelVerdict(f"{names} had not computed a small model in {limit_seconds:.0f} s")
-    lines = done.stdout.splitlines()
+    lines = done.stdout.decode(errors="replace").splitlines()
+    complaints = done.stderr.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not lines:
-        last = shorten((done.stderr.strip().splitlines() or [""])[-1], MAX_REASON)
+        last = shorten(complaints[-1], MAX_REASON) if complaints else ""
         return KernelVerdict(f"a process that tried {names} ended (exit code {done.returncode}) {last}".rstrip())
     found: dict[str, Any] = json.loads(lines[-1])
     why_not = found["why_not"]
     return KernelVerdict(None if why_not is None else f"{names}: {why_not}", found["why_not_packed"])
 
 
-def _try(order: dict[str, Any]) -> KernelVerdict:
+def _try(order: _Order) -> KernelVerdict:
     """The verdict, in the process that may break."""
-    values = json.loads(order["config"])
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    by_torch = RowTrial(config, order["max_length"])
-    by_kernels = RowTrial(config, order["max_length"], torch.device(order["device"]), with_packages=True)
+    by_torch = RowTrial(order.config, order.max_length)
+    by_kernels = RowTrial(order.config, order.max_length, order.device, with_packages=True)
     if by_kernels.error is not None:
         return KernelVerdict(shorten(by_kernels.error, MAX_REASON))
     for what in ("logits", "gradients"):
@@ -100,14 +101,13 @@ def _try(order: dict[str, Any]) -> KernelVerdict:
         difference = largest_difference(found, getattr(by_torch.alone, what))
         if not difference <= GPU_TOLERANCE:
             return KernelVerdict(f"its {what} differ from torch's by {difference:.1g} of the largest")
-    return KernelVerdict(None, {name: by_kernels.why_not_packed(name) for name in order["attentions"]})
+    return KernelVerdict(None, {name: by_kernels.why_not_packed(name) for name in order.attentions})
 
 
 def main() -> None:
     """Reads what is to be tried from standard input, and prints the verdict as the last line."""
-    order = json.loads(sys.stdin.read())
     try:
-        verdict = _try(order)
+        verdict = _try(pickle.load(sys.stdin.buffer))  # noqa: S301 (the process that has started this one wrote it)
     except Exception as error:
         verdict = KernelVerdict(shorten(name_error(error), MAX_REASON))
     print()
