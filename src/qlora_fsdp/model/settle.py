@@ -49,7 +49,6 @@ class ModelSpec:
         loss_kernel: what computes the loss of a frozen head.
         trains: whether the model is trained. Only then fp8 products and fused layers are used.
         generates: whether it writes text with a cache, and with padding on the left.
-        deterministic: whether the run repeats to the bit.
         notes: what the user should know about these choices, one clause each.
     """
 
@@ -68,7 +67,6 @@ class ModelSpec:
     loss_kernel: LossKernel
     trains: bool
     generates: bool
-    deterministic: bool
     notes: tuple[str, ...]
 
 
@@ -150,6 +148,5 @@ def settle_model(
         loss_kernel=choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch",
         trains=trains,
         generates=generates,
-        deterministic=config.training.deterministic,
         notes=tuple(notes),
     )
