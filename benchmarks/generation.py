@@ -160,7 +160,7 @@ def run_ours(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list[
         whole_share = 0 if args.num_gpus > 1 else WHOLE_SHARE  # a model that one GPU could hold is shared too
         with patch("qlora_fsdp.inference.trained.WHOLE_SHARE", whole_share):
             trained = load_trained(config, settings, processes, generates=True)
-        completer = make_completer(trained, config, GenerationConfig(do_sample=False), processes)
+        completer = make_completer(trained, GenerationConfig(do_sample=False), processes)
         assert completer is not None, "this model can't be completed in slots"
         scorer = Scorer(cast(CausalLM, trained.model), processes.device)
 

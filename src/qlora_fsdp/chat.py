@@ -72,7 +72,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     system = settings.system = config.data.system_prompt if settings.system is None else settings.system
     if system is not None and not is_unicode(system):
         bad.append(Problem("system", "has bytes that are no UTF-8.", IN_UTF8))
-    check_generation(settings, config, bad)
+    check_generation(settings, config.task, bad)
     with quick_imports():
         from qlora_fsdp.inference.completions import make_completer, sampling_config
         from qlora_fsdp.inference.prompts import check_template
@@ -85,7 +85,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     if form not in (None, DataFormat.messages):
         log.info(f"Note: the adapter was trained on {form.value} rows, and has not seen this template")
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
-    answerer = Answerer(trained, generation, make_completer(trained, config, generation, processes, 1), processes)
+    answerer = Answerer(trained, generation, make_completer(trained, generation, processes, 1), processes)
     if processes.is_main:
         _prepare_terminal()
     interrupts = Interrupts()

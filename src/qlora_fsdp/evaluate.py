@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import BaseAndAdapterSettings
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config, DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
@@ -70,7 +70,7 @@ class EvaluateSettings(BaseAndAdapterSettings):
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main:
-        refuse([*check_out(settings.out), *_without_tasks(settings), *_with_held_out(config)])
+        refuse([*check_out(settings.out), *_without_tasks(settings), *_with_held_out(config.data)])
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
@@ -92,16 +92,16 @@ def _without_tasks(settings: EvaluateSettings) -> Iterator[Problem]:
             yield Problem(show(field.name, value), "has no effect without tasks=.", fix)
 
 
-def _with_held_out(config: Config) -> Iterator[Problem]:
+def _with_held_out(data: DataConfig) -> Iterator[Problem]:
     """Refuses settings that hold rows out: the rows that are not held out would be evaluated, those of training."""
-    if config.data.eval_fraction > 0:
+    if data.eval_fraction > 0:
         fix = "Set data.eval_fraction=0, and data.path to a file of the held-out rows."
         reason = "would leave the held-out rows out, and evaluate those that training used."
-        yield Problem(show("data.eval_fraction", config.data.eval_fraction), reason, fix)
-    if config.data.eval_path is not None:
+        yield Problem(show("data.eval_fraction", data.eval_fraction), reason, fix)
+    if data.eval_path is not None:
         reason = "is not read: the rows of data.path are evaluated."
-        fix = f"Set {show('data.path', config.data.eval_path)} and data.eval_path=null."
-        yield Problem(show("data.eval_path", config.data.eval_path), reason, fix)
+        fix = f"Set {show('data.path', data.eval_path)} and data.eval_path=null."
+        yield Problem(show("data.eval_path", data.eval_path), reason, fix)
 
 
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
         DataError: a task's data can't be loaded.
     """
     names = [name.strip() for name in (settings.tasks or "").split(",") if name.strip()]
-    check_tasks(settings, config, names)
+    check_tasks(settings, config.task, names)
     from qlora_fsdp.inference.lm_eval import ModelInStep, SharedLM, evaluate_tasks, find_tasks
     from qlora_fsdp.inference.trained import load_trained
 
@@ -165,7 +165,7 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     trained = load_trained(config, settings, processes, generates=True)
     started = time.perf_counter()
     found = evaluate_tasks(
-        SharedLM(ModelInStep(trained, processes), config, settings.batch_size, settings.max_length),
+        SharedLM(ModelInStep(trained, processes), settings.batch_size, settings.max_length),
         manager,
         names,
         num_fewshot=settings.num_fewshot,
@@ -175,7 +175,7 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     return {"tasks": found, "seconds": round(time.perf_counter() - started, 2)}
 
 
-def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]) -> None:
+def check_tasks(settings: EvaluateSettings, task: TaskConfig, names: Sequence[str]) -> None:
     """Refuse what lm-eval could not do, before it is imported.
 
     Raises:
@@ -185,7 +185,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
     if find_spec("lm_eval") is None:
         fix = 'pip install "qlora-fsdp[lm-eval]"'
         problems.append(Problem(f"tasks={settings.tasks}", "needs lm-eval, which is not installed.", fix))
-    if not config.task.is_causal:
+    if not task.is_causal:
         reason = "asks for text, which a classifier has none of."
         problems.append(Problem(f"tasks={settings.tasks}", reason, "Set data.path to rows with labels instead."))
     if not names:

@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import is_unicode, plural, shorten
 from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_trained_on
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
@@ -79,7 +79,7 @@ def tell_system_prompt(text: str | None) -> None:
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
     """Load the model, complete every prompt, and print or write the rows in their order."""
-    check_generation(settings, config, check_out(settings.out) if processes.is_main else [])
+    check_generation(settings, config.task, check_out(settings.out) if processes.is_main else [])
     rows = _read_rows(settings)
     with quick_imports():
         from qlora_fsdp.inference.trained import load_trained, num_positions
@@ -87,7 +87,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     trained = load_trained(config, settings, processes, generates=True)
     prompts = _tokenize(rows, trained, settings, config.data.system_prompt)
     _check_lengths(prompts, settings, num_positions(trained))
-    parts = processes.gather(complete(prompts, trained, settings, config, processes), patiently=True)
+    parts = processes.gather(complete(prompts, trained, settings, processes), patiently=True)
     everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
     if not processes.is_main:
         return
@@ -103,7 +103,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
 
 
 def complete(
-    prompts: list[list[int]], trained: AssembledModel, settings: GenerateSettings, config: Config, processes: Processes
+    prompts: list[list[int]], trained: AssembledModel, settings: GenerateSettings, processes: Processes
 ) -> dict[int, str]:
     """The completions of this rank's share of the prompts, by their numbers. Collective.
 
@@ -111,7 +111,6 @@ def complete(
         prompts: token ids of each prompt.
         trained: what `load_trained` returned for a model that generates.
         settings: how to generate.
-        config: the run's settings.
         processes: all ranks take part.
     """
     import torch
@@ -122,14 +121,14 @@ def complete(
     from qlora_fsdp.sharding.by_rows import share_of_texts
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
-    completer = make_completer(trained, config, generation, processes, settings.batch_size)
+    completer = make_completer(trained, generation, processes, settings.batch_size)
     share = (processes.rank, processes.num_ranks) if completer is None else share_of_texts(trained.model, processes)
     first, step = share
     mine = range(first, len(prompts), step)
     if completer is None:
         size = 1
         if len(prompts) > 1:
-            size = stock_batch_size(trained.meta.config, config.model.trust_remote_code, settings.batch_size)
+            size = stock_batch_size(trained.meta.config, trained.spec.trust_remote_code, settings.batch_size)
         completions = complete_by_transformers(
             [prompts[number] for number in mine], len(prompts), trained, generation, processes, size, settings.seed
         )
@@ -145,16 +144,16 @@ def complete(
     return dict(zip(mine, texts, strict=True))
 
 
-def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem]) -> None:
+def check_generation(settings: GenerateSettings, task: TaskConfig, others: Sequence[Problem]) -> None:
     """Refuse a classifier, numbers that make no sense, and prompts that are missing or given twice.
 
     Raises:
         ConfigError: all problems that were found.
     """
     problems = list(others)
-    if not config.task.is_causal:
+    if not task.is_causal:
         fix = "Set adapter to one of a model that does, or use qlora-fsdp evaluate."
-        problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
+        problems.append(Problem(show("task.name", task.name), "writes no text.", fix))
     for name in ("max_new_tokens", "batch_size"):
         if (value := getattr(settings, name)) is None or value >= 1:
             continue

@@ -109,7 +109,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             processes.device,
         )
     )
-    log.info(_describe_end(out, is_there, config, read_trained_on(settings.adapter)))
+    data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
+    log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
     if settings.report_data is not None:
         rows: dict[str, Any] = {"data.path": settings.report_data, "data.mix": {}, "data.max_rows": None}
         report = compare(settings, with_values(config, rows), processes)
@@ -130,7 +131,7 @@ def _describe_export(adapter: Path, out: Path, renamed: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _describe_end(out: Path, was_there: bool, config: Config, trained_on: DataFormat | None) -> str:
+def _describe_end(out: Path, was_there: bool, data: DataSpec, trusts_code: bool, trained_on: DataFormat | None) -> str:
     """Describe the result, and what to type next with a model that writes text.
 
     The model's folder does not say how prompts were written in training, as the adapter's does.
@@ -141,16 +142,16 @@ def _describe_end(out: Path, was_there: bool, config: Config, trained_on: DataFo
     if was_there:
         return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
     merged = f"Merged: {out} ({what}). It is a model as any other"
-    if not config.task.is_causal:
+    if not data.task.is_causal:
         return f"{merged}."
-    given = f"model.path={shlex.quote(str(out))}{trust(config.model.trust_remote_code)}"
+    given = f"model.path={shlex.quote(str(out))}{trust(trusts_code)}"
     if trained_on not in (None, DataFormat.messages):
         note = f"the adapter was trained on {trained_on.value} rows; prompts are to be written as these have them"
         return f'{merged}:\n  qlora-fsdp generate {given} raw=true prompt="..."\nNote: {note}.'
     lines = [f"{merged}:", f"  {ask(given, out)}"]
-    if config.data.system_prompt:
+    if data.settings.system_prompt:
         note = "conversations began with a system prompt in training, which the model does not have by itself"
-        lines.append(f"Note: {note}; data.system_prompt sets it: {config.data.system_prompt}")
+        lines.append(f"Note: {note}; data.system_prompt sets it: {data.settings.system_prompt}")
     return "\n".join(lines)
 
 
@@ -249,7 +250,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     if rows is not None and not config.task.is_causal:
         reason = "compares next-token predictions, which a classifier has none of."
         problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
-    elif rows is not None and path_exists(rows) and _are_pairs(rows, config):
+    elif rows is not None and path_exists(rows) and _are_pairs(rows, DataSpec.of(config)):
         reason = "has pairs of answers, and the comparison takes one text from each row."
         fix = "Set data.columns={completion: chosen}, or {messages: chosen} where these are whole chats."
         problems.append(Problem(f"report_data={rows}", reason, fix))
@@ -263,11 +264,11 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     refuse(problems)
 
 
-def _are_pairs(rows: str, config: Config) -> bool:
+def _are_pairs(rows: str, data: DataSpec) -> bool:
     """Whether the rows are pairs of answers, and no texts."""
     from qlora_fsdp.data.form import find_first
 
-    data = DataSpec.of(with_values(config, {"data.path": rows, "data.mix": {}}))
+    data = replace(data, settings=replace(data.settings, path=rows, mix={}))
     as_texts = replace(data, task=TaskSpec(TaskConfig(TaskName.causal_lm)))
     as_pairs = replace(data, task=TaskSpec(TaskConfig(TaskName.preference)))
     return find_first(as_texts) is None and find_first(as_pairs) is not None

@@ -95,7 +95,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     work, positions, padded = _trace(config, hardware)
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     if asks_for_longest:
-        lines, figures = describe_longest(work, hardware, target, _name(config), positions)
+        lines, figures = describe_longest(work, hardware, target, _name(config.model), positions)
         lines += padded
         fits = any(row["gpus"] == hardware.count for row in figures["longest"])
     else:
@@ -135,7 +135,7 @@ def _trace(config: Config, hardware: Hardware) -> tuple[Workload, int | None, li
         from qlora_fsdp.model.rope import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
-    model = make_config(values, _name(config))
+    model = make_config(values, _name(config.model))
     text = model.get_text_config()
     scale_rope(text, config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
@@ -242,7 +242,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     hours = num_tokens / speed / 3600
     slices = describe_slices(work.batch.sequence_length, work.batch.num_slices)
     verdict = "Fits" if choice.fits else "Does not fit"
-    model = f"{_name(config)} ({show_size(work.parts.num_parameters)} parameters)"
+    model = f"{_name(config.model)} ({show_size(work.parts.num_parameters)} parameters)"
     needed, used = (f"{each.needed / GIB:.2f}" for each in (choice.plan, plan))
     needed = f"{needed} GiB a GPU" + (f" ({used} with what it uses to be faster)" if used != needed else "")
     lines = [
@@ -282,8 +282,8 @@ def _duration(hours: float) -> str:
     return f"{format(hours, ',.0f' if hours >= 10 else '.2g')} hours" if hours >= 1 else show_duration(3600 * hours)
 
 
-def _name(config: Config) -> str:
-    return config.model.name if config.model.name != "custom" else str(config.model.path)
+def _name(model: ModelConfig) -> str:
+    return model.name if model.name != "custom" else str(model.path)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.mistyped import WITH_VALUE
-from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.config.settings import all_settings, problem_with
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
+from qlora_fsdp.config.settings import all_settings, problem_about
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.runtime.run_command import run_command, tell_next
 
@@ -51,7 +51,7 @@ class PrepareSettings(AdapterSettings):
 
 def prepare(settings: PrepareSettings, config: Config, processes: Processes) -> None:
     """Tokenizes the data as training does, and says what it is."""
-    refuse(_find_problems(config))
+    refuse(_find_problems(config.data))
     with quick_imports():
         from qlora_fsdp.data.run_data import prepare_data, prepare_held_out
         from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
@@ -66,14 +66,14 @@ def prepare(settings: PrepareSettings, config: Config, processes: Processes) -> 
         print(printable(line))
 
 
-def _find_problems(config: Config) -> list[Problem]:
+def _find_problems(data: DataConfig) -> list[Problem]:
     """Returns why there is nothing to prepare."""
-    if config.data.format is DataFormat.random:
+    if data.format is DataFormat.random:
         reason = "is made while it is trained on: there is nothing to prepare."
-        return [problem_with(config, "data.format", reason, "Name data: data.path=chats.jsonl.")]
-    if config.data.streaming and config.data.eval_path is None:
+        return [problem_about("data.format", data.format, reason, "Name data: data.path=chats.jsonl.")]
+    if data.streaming and data.eval_path is None:
         reason = "tokenizes rows while they are trained on: there is nothing to prepare."
-        return [problem_with(config, "data.streaming", reason, "Set data.streaming=false.")]
+        return [problem_about("data.streaming", data.streaming, reason, "Set data.streaming=false.")]
     return []
 
 

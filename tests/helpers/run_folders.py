@@ -11,6 +11,6 @@ from qlora_fsdp.runtime.processes import Processes
 
 def start_folder(config: Config, processes: Processes, keep_records: bool = False) -> Path:
     """Hold and open the run folder, until `close_run_folder`."""
-    folder = hold_run_folder(config, processes)
+    folder = hold_run_folder(config.run, processes)
     open_run_folder(folder, config, processes, keep_records)
     return folder

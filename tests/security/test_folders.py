@@ -54,7 +54,7 @@ def config(folder: Path, *more: str) -> Config:
 
 def obstacle(folder: Path, *more: str) -> str:
     """Why a run can't be started in a folder, as the command line says it; empty if it can."""
-    return "\n".join(map(str, check_run_folder(config(folder, *more))))
+    return "\n".join(map(str, check_run_folder(config(folder, *more).run)))
 
 
 def start(folder: Path, processes: Processes) -> Path:

@@ -15,8 +15,8 @@ from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp import merge
-from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.config.specs import TrackingSpec
+from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.specs import DataSpec, TrackingSpec
 from qlora_fsdp.records.console import Console, start_log, stop_log
 from qlora_fsdp.records.journal import ROWS_BETWEEN_HEADERS, Journal, ProgressTable
 from qlora_fsdp.records.run_folder import log
@@ -136,6 +136,10 @@ def test_a_file_has_no_live_line(tmp_path: Path):
     assert console.stream.getvalue() == ""  # type: ignore[attr-defined]
 
 
+def end_of_merge(out: Path, config: Config, form: DataFormat | None) -> str:
+    return merge._describe_end(out, False, DataSpec.of(config), config.model.trust_remote_code, form)
+
+
 def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     folder = tmp_path / "my run"
     (folder / "adapter").mkdir(parents=True)
@@ -167,7 +171,7 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     )
     assert "model.trust_remote_code=true" in merges
     assert "trust" not in pushes, "which loads no model"
-    (asks,) = merge._describe_end(tmp_path / "merged", False, config, None).splitlines()[1:]
+    (asks,) = end_of_merge(tmp_path / "merged", config, None).splitlines()[1:]
     assert asks == f'  qlora-fsdp generate model.path={tmp_path}/merged model.trust_remote_code=true prompt="..."'
 
 
@@ -175,9 +179,9 @@ def test_a_merge_tells_how_prompts_were_written_in_training(tmp_path: Path):
     """A merged model's folder does not say it, and a chat template would write them otherwise."""
     (tmp_path / "chat_template.jinja").touch()
     config = load_config(["model=tiny", "data=random", "data.system_prompt=Be terse."])
-    asks, note = merge._describe_end(tmp_path, False, config, DataFormat.messages).splitlines()[1:]
+    asks, note = end_of_merge(tmp_path, config, DataFormat.messages).splitlines()[1:]
     assert asks == f"  qlora-fsdp chat model.path={tmp_path}"
     assert note.endswith("data.system_prompt sets it: Be terse.")
-    asks, note = merge._describe_end(tmp_path, False, config, DataFormat.instruction).splitlines()[1:]
+    asks, note = end_of_merge(tmp_path, config, DataFormat.instruction).splitlines()[1:]
     assert asks == f'  qlora-fsdp generate model.path={tmp_path} raw=true prompt="..."'
     assert note.startswith("Note: the adapter was trained on instruction rows")

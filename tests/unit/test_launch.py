@@ -295,7 +295,7 @@ def test_gpus_are_shared_out() -> None:
         for text in argv:
             key, _, value = text.partition("=")
             setattr(config.launch, key, json.loads(value))
-        return divide_gpus(config, {"CUDA_VISIBLE_DEVICES": visible})
+        return divide_gpus(config.launch, {"CUDA_VISIBLE_DEVICES": visible})
 
     assert share("") == [None]
     assert share("", "parallel=2") == [None, None]
@@ -335,10 +335,10 @@ def test_jobs_are_not_submitted_twice_while_slurm_does_not_answer(
 def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config([*BASE, "-m", "launch.config_file='~/own.yaml'"])
-    assert str(tmp_path / "own.yaml") in launch_command(config, None, [])
+    assert str(tmp_path / "own.yaml") in launch_command(config.launch, None, [])
     for number, has_any_port in ((1, True), (2, False)):
         (tmp_path / "own.yaml").write_text(f"num_machines: {number}\nmain_process_port: 29500\n")
-        assert ("--main_process_port" in launch_command(config, None, [])) == has_any_port
+        assert ("--main_process_port" in launch_command(config.launch, None, [])) == has_any_port
 
 
 @pytest.mark.parametrize(

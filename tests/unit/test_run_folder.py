@@ -60,10 +60,10 @@ def test_a_checkpoint_without_a_whole_manifest_is_told_as_such(tmp_path: Path, m
     (damaged := tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     if manifest is not None:
         (damaged / "manifest.json").write_text(manifest)
-    (problem,) = check_run_folder(config(tmp_path))
+    (problem,) = check_run_folder(config(tmp_path).run)
     assert "holds checkpoints/step-00000007, whose manifest.json is missing or damaged. Move this away" in str(problem)
     damaged.rename(tmp_path / "aside")
-    assert not [*check_run_folder(config(tmp_path))]
+    assert not [*check_run_folder(config(tmp_path).run)]
 
 
 REASONS = {

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 
-from qlora_fsdp.config.schema import Config
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
@@ -25,7 +24,6 @@ from qlora_fsdp.sharding.shard import bypassing_root
 
 def make_completer(
     trained: AssembledModel,
-    config: Config,
     generation: GenerationConfig,
     processes: Processes,
     max_slots: int | None = None,
@@ -34,14 +32,13 @@ def make_completer(
 
     Args:
         trained: what `load_trained` returned for a model that generates.
-        config: `model.trust_remote_code` is used.
         generation: how tokens are chosen.
         processes: this rank's device is used. All ranks get the same answer.
         max_slots: texts that run at the same time, at most; None for as many as are fast.
     """
     is_sharded = isinstance(trained.model, FSDPModule)
     reason = why_not_by_rows(trained.model, processes.device) or why_not(generation)
-    reason = reason or why_not_in_slots(trained.model.base.config, config.model.trust_remote_code)
+    reason = reason or why_not_in_slots(trained.model.base.config, trained.spec.trust_remote_code)
     if reason is not None:
         log.info(f"Generation: by transformers, a token at a time ({reason})")
         return None

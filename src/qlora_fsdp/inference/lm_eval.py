@@ -27,7 +27,6 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
@@ -120,19 +119,19 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
     Args:
         model: what computes.
-        config: the run's settings.
         batch_size: requests that a rank answers at a time; None for as many as are fast.
         max_length: most tokens of a request, counted from its end; None for as many as the model knows positions.
     """
 
-    def __init__(self, model: ModelInStep, config: Config, batch_size: int | None, max_length: int | None) -> None:
+    def __init__(self, model: ModelInStep, batch_size: int | None, max_length: int | None) -> None:
         eval_logger.disabled = True  # it warns of models given as objects, and of accelerate
         trained = cast(CausalLM, model.trained.model)
+        trusted = model.trained.spec.trust_remote_code
         reason = why_not_by_rows(trained, model.device)
-        reason = reason or why_not_in_slots(model.base.config, config.model.trust_remote_code)
+        reason = reason or why_not_in_slots(model.base.config, trusted)
         size = batch_size or MAX_SLOTS
         if reason is not None:
-            size = stock_batch_size(model.config, config.model.trust_remote_code, batch_size)
+            size = stock_batch_size(model.config, trusted, batch_size)
             log.info(f"Tasks: by transformers, {plural(size, 'request')} at a time ({reason})")
         super().__init__(
             model,
@@ -143,7 +142,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
             softmax_dtype="float32",
         )
         eval_logger.disabled = False
-        self.processes, self.run_config = model.processes, config
+        self.processes = model.processes
         self.scorer: Scorer | None = None
         self.completer: Completer | None = None
         self.share = (self.processes.rank, self.processes.num_ranks)
@@ -198,9 +197,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
             return found
         if self.completer is None or self.completer.sampling != Sampling.of(generation):
             self._release()
-            self.completer = make_completer(
-                self.model.trained, self.run_config, generation, self.processes, self.batch_size
-            )
+            self.completer = make_completer(self.model.trained, generation, self.processes, self.batch_size)
         assert self.completer is not None
         num_new = max_length - context.shape[1]
         stops = Stops(self.tokenizer, stop)

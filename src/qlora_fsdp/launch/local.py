@@ -45,11 +45,11 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
     if not jobs:
         return
     config = jobs[0].config
-    slots = divide_gpus(config, os.environ)
+    slots = divide_gpus(config.launch, os.environ)
     if config.launch.dry_run:
         for job in jobs:
             gpus = f"CUDA_VISIBLE_DEVICES={','.join(slots[0])} " if slots[0] is not None else ""
-            print(gpus + shlex.join(launch_command(job.config, slots[0], job.arguments)))
+            print(gpus + shlex.join(launch_command(job.config.launch, slots[0], job.arguments)))
         return
     waiting = deque(enumerate(jobs, start=1))
     running: list[_Running] = []
@@ -88,7 +88,7 @@ def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
     console = job.folder / CONSOLE_FILE
     with create(console) as output:
         process = subprocess.Popen(
-            launch_command(job.config, slot, job.arguments),
+            launch_command(job.config.launch, slot, job.arguments),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -65,8 +65,8 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
     """
     if config.launch.parallel > 1:
         refuse([problem_with(config, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
-    (slot,) = divide_gpus(config, environ)
-    return Plan(count_ranks(config, slot), slot)
+    (slot,) = divide_gpus(config.launch, environ)
+    return Plan(count_ranks(config.launch, slot), slot)
 
 
 def start_command(module: str, argv: Sequence[str]) -> int:
@@ -102,7 +102,7 @@ def start_ranks(module: str, arguments: Sequence[str], config: Config, plan: Pla
         RankError: the launcher was killed.
     """
     rest = [text for text in arguments if not _is_of_launch(text)]
-    command = launch_command(config, plan.slot, rest, module)
+    command = launch_command(config.launch, plan.slot, rest, module)
     if config.launch.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in plan.environment.items()), *command]))
         return 0

@@ -20,8 +20,8 @@ from qlora_fsdp.common.run_key import RUN_KEY
 from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.config.schema import LaunchConfig, SlurmConfig
+from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
 
@@ -40,7 +40,7 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     if not jobs:  # all have finished before
         return
     _refuse_differences(jobs)
-    refuse(list(_find_misfits(jobs[0].config)))
+    refuse(list(_find_misfits(jobs[0].config.launch, jobs[0].config.slurm)))
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
     if jobs[0].config.launch.dry_run:
         print(_render_script(jobs, sweep.folder, Path.cwd()))
@@ -67,10 +67,10 @@ def _render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> s
     """
     config = jobs[0].config
     parts = [
-        _options(jobs, config, folder, working_folder),
-        _surroundings(config),
+        _options(jobs, config.run.name, config.launch.parallel, config.slurm, folder, working_folder),
+        "\n".join(config.slurm.setup),
         _arguments(jobs),
-        _step(config),
+        _step(config.launch, config.slurm),
         _ENDING,
     ]
     if len(jobs) > 1 and not config.slurm.container:
@@ -79,16 +79,17 @@ def _render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> s
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _options(jobs: Sequence[Job], config: Config, folder: Path, working_folder: Path) -> str:
-    slurm = config.slurm
-    name = re.sub(r"[^\w.-]", "-", config.run.name)
+def _options(
+    jobs: Sequence[Job], run_name: str, parallel: int, slurm: SlurmConfig, folder: Path, working_folder: Path
+) -> str:
+    name = re.sub(r"[^\w.-]", "-", run_name)
     array = None
     output = f"{folder}/slurm-%j.out"
     if len(jobs) > 1:
         array = f"0-{len(jobs) - 1}"
         output = f"{folder}/slurm-%A_%a.out"
-        if config.launch.parallel > 1:
-            array += f"%{config.launch.parallel}"
+        if parallel > 1:
+            array += f"%{parallel}"
     values = {
         "job-name": name,
         "array": array,
@@ -108,10 +109,6 @@ def _options(jobs: Sequence[Job], config: Config, folder: Path, working_folder: 
     return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_word(option)}" for option in options)])
 
 
-def _surroundings(config: Config) -> str:
-    return "\n".join(config.slurm.setup)
-
-
 def _arguments(jobs: Sequence[Job]) -> str:
     def assign(job: Job) -> str:
         return f"run_folder={shlex.quote(str(job.folder))}; arguments=({shlex.join(job.arguments)})"
@@ -122,10 +119,8 @@ def _arguments(jobs: Sequence[Job]) -> str:
     return "\n".join(["# Each job of the sweep", 'case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
 
 
-def _step(config: Config) -> str:
+def _step(launch: LaunchConfig, slurm: SlurmConfig) -> str:
     """Starts `srun` in the background, so that the shell receives signals."""
-    slurm = config.slurm
-    launch = config.launch
     has_many_nodes = slurm.nodes > 1
     num_local = launch.num_processes or slurm.gpus_per_node or 1
     if launch.config_file is not None:
@@ -209,20 +204,19 @@ def _refuse_differences(jobs: Sequence[Job]) -> None:
         raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
 
 
-def _find_misfits(config: Config) -> Iterator[Problem]:
+def _find_misfits(launch: LaunchConfig, slurm: SlurmConfig) -> Iterator[Problem]:
     """Yields settings that SLURM would ignore, or that fail only when the job has its turn."""
-    launch = config.launch
-    slurm = config.slurm
     if launch.devices is not None:
         reason = "has no effect with hydra/launcher=slurm, where SLURM chooses the GPUs."
-        yield problem_with(config, "launch.devices", reason, "Set slurm.gpus_per_node, or leave it out.")
+        yield problem_about("launch.devices", launch.devices, reason, "Set slurm.gpus_per_node, or leave it out.")
     num_processes = launch.num_processes or 0
     if slurm.gpus_per_node and num_processes > slurm.gpus_per_node:
         reason = f"is more than slurm.gpus_per_node={slurm.gpus_per_node}, and each process on a node has a GPU."
-        yield problem_with(config, "launch.num_processes", reason, "Leave it out: it follows from slurm.gpus_per_node.")
+        fix = "Leave it out: it follows from slurm.gpus_per_node."
+        yield problem_about("launch.num_processes", launch.num_processes, reason, fix)
     if odd := [option for option in slurm.options if not option.startswith("-")]:
         reason = f"has {odd[0] or 'an empty text'}, which is no option of sbatch."
-        yield problem_with(config, "slurm.options", reason, 'Write them as in ["--qos=long"].')
+        yield problem_about("slurm.options", slurm.options, reason, 'Write them as in ["--qos=long"].')
 
 
 def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:

@@ -18,8 +18,8 @@ from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import problem_with, show
+from qlora_fsdp.config.schema import Config, RunConfig
+from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.run_state import (
     ATTEMPT,
@@ -53,35 +53,35 @@ def check(config: Config, world: World) -> None:
 
 def check_run(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration of a run and with its folder, whatever it runs on."""
-    return [*check_run_folder(config), *check_settings(config)]
+    return [*check_run_folder(config.run), *check_settings(config)]
 
 
-def check_run_folder(config: Config) -> Iterator[Problem]:
+def check_run_folder(run: RunConfig) -> Iterator[Problem]:
     """Yields why the run folder can't be made or written, or why a run must not replace what is in it."""
-    if not config.run.folder:
-        yield problem_with(config, "run.folder", "is empty.", "Set run.folder=FOLDER.")
+    if not run.folder:
+        yield problem_about("run.folder", run.folder, "is empty.", "Set run.folder=FOLDER.")
         return
-    folder = Path(config.run.folder).expanduser()
+    folder = Path(run.folder).expanduser()
     # A folder is made together with its missing parents, so the nearest one that exists must allow it.
     try:
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:  # the name is too long for the file system
-        yield problem_with(config, "run.folder", f"can't be made: {error.strerror}.", "Set a shorter run.name=.")
+        yield problem_about("run.folder", run.folder, f"can't be made: {error.strerror}.", "Set a shorter run.name=.")
         return
     if not nearest.is_dir():
         fix = "Set run.folder to another folder."
-        yield problem_with(config, "run.folder", f"can't be made: {nearest} is a file.", fix)
+        yield problem_about("run.folder", run.folder, f"can't be made: {nearest} is a file.", fix)
     elif not os.access(nearest, os.W_OK | os.X_OK):
         fix = "Set run.folder to a folder that you may write to."
-        yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
+        yield problem_about("run.folder", run.folder, f"can't be written: no permission in {nearest}.", fix)
     elif obstacle := find_obstacle(folder):
-        yield problem_with(config, "run.folder", *obstacle)
-    elif not config.run.overwrite and is_finished(folder):
+        yield problem_about("run.folder", run.folder, *obstacle)
+    elif not run.overwrite and is_finished(folder):
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
         state = read_run(folder)
         if state.adapter is not None:
             fix += f" To train its adapter further, set another run.name= and {show('lora.start', str(state.adapter))}."
-        yield problem_with(config, "run.folder", f"already holds a finished run{_describe(state)}.", fix)
+        yield problem_about("run.folder", run.folder, f"already holds a finished run{_describe(state)}.", fix)
 
 
 def _describe(state: RunState) -> str:

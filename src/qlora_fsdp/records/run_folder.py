@@ -47,7 +47,7 @@ from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.errors import RunFolderError, refuse
 from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, RunConfig
 from qlora_fsdp.records.check_run_folder import check_run_folder, find_obstacle, mark
 from qlora_fsdp.records.console import start_log, stop_log
 from qlora_fsdp.records.record_files import holder
@@ -72,13 +72,13 @@ log = logging.getLogger("qlora_fsdp")
 _locks: list[TextIO] = []  # open files, because a lock is lost when its file is closed
 
 
-def hold_run_folder(config: Config, processes: Processes) -> Path:
+def hold_run_folder(run: RunConfig, processes: Processes) -> Path:
     """Make the run folder, and keep other runs out of it until `close_run_folder`. Every rank calls this.
 
     What is in the folder is looked at afterwards: the run before may be saving a checkpoint until this one gets it.
 
     Args:
-        config: `run.folder` says where.
+        run: says where.
         processes: all ranks take part.
 
     Returns:
@@ -88,7 +88,7 @@ def hold_run_folder(config: Config, processes: Processes) -> Path:
         RunFolderError: it can't be written, or another run is writing to it.
         ConfigError: a run has finished there by now.
     """
-    folder = Path(processes.share(str(Path(config.run.folder).expanduser().resolve())))
+    folder = Path(processes.share(str(Path(run.folder).expanduser().resolve())))
     if processes.is_main:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def hold_run_folder(config: Config, processes: Processes) -> Path:
                 raise RunFolderError(f"run.folder={folder} {' '.join(obstacle)}")
             mark(folder)
             _lock(folder)
-        refuse(check_run_folder(config))
+        refuse(check_run_folder(run))
     return folder
 
 

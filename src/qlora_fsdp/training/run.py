@@ -83,7 +83,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         check(config, _complete(world, processes))
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config.hub, processes)
-        folder = hold_run_folder(config, processes)
+        folder = hold_run_folder(config.run, processes)
         checkpoint = processes.share(find_checkpoint(config.run, config.checkpoint) if processes.is_main else None)
         choices: dict[str, Any] = {}
         changes = []
