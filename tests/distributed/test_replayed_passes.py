@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import TrainingError
-from qlora_fsdp.config.schema import Config, ProblemType
+from qlora_fsdp.config.schema import ProblemType
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from qlora_fsdp.runtime.cuda_graphs import NotRecorded
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training import train_adapter
 from qlora_fsdp.training.capture import captured, graphs
-from qlora_fsdp.training.capture.batch_key import fill
+from qlora_fsdp.training.capture.batch_key import Key, fill, with_room
 from qlora_fsdp.training.capture.passes import EagerPasses
 from qlora_fsdp.training.prepare import Prepared
 from tests.helpers.classification import LABELS, WORD_LABELS, write_labelled_rows, write_labelled_words
@@ -105,8 +105,9 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool
             assert not readers[-1].held
             return super().run(batch, is_last)
 
-    def record(compute: Callable[[Batch], Tensor], batch: Batch, model: nn.Module, pool: Any) -> Any:
+    def record(passes: captured.CapturedPasses, compute: Callable[[Batch], Tensor], key: Key, batch: Batch) -> Any:
         nonlocal num_recorded
+        batch = with_room(batch, key, passes.device)
         if fails == (int(os.environ["RANK"]), num_recorded):
             raise NotRecorded("as asked")
         num_recorded += 1
@@ -120,16 +121,16 @@ def _train(argv: Sequence[str], fails: tuple[int, int] | None, is_required: bool
         held.append(len(readers[-1].held))
         return SimpleNamespace(run=run, num_bytes=0, graph=SimpleNamespace(reset=lambda: None))
 
-    def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
-        eager = Launched(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
-        holds = config.memory.keep_dequantized == "run"
+    def make(prepared: Prepared, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
+        eager = Launched(prepared.model, processes.device, prepared.peaks, prepared.spec.steps.deterministic)
+        holds = prepared.spec.recorded["memory.keep_dequantized"] == "run"
         readers.append(WeightReader(prepared.model, processes.device, prepared.model.layers[1:], holds))
         return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, math.inf, readers[-1], is_required)
 
     with ExitStack() as stack:
         for module, name, value in (
             (train_adapter, "make_passes", make),
-            (captured, "record", record),
+            (captured.CapturedPasses, "_record", record),
             (graphs, "free_graphs", lambda: None),
             (captured.CapturedPasses, "_missing_bytes", lambda self: float("-inf")),
             (torch.cuda, "graph_pool_handle", lambda: None),
