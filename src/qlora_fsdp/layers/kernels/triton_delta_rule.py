@@ -39,7 +39,7 @@ class Tiles:
 
 # The fastest on an H100 for heads of 128 channels (benchmarks/delta_rule.py).
 SYSTEM = Tiles(values=64, num_warps=4, num_stages=1)
-SCAN = Tiles(values=32, num_warps=4, num_stages=2)
+SCAN = Tiles(values=32, num_warps=4, num_stages=3)
 OUTPUT = Tiles(values=64, num_warps=4, num_stages=1)
 
 
@@ -78,14 +78,23 @@ class Chunks:
         """A program for each chunk of each head."""
         return self.num_chunks, self.value.shape[0] * self.num_heads
 
-    def options(self) -> dict[str, object]:
-        """Arguments that all kernels take."""
+    def sizes(self) -> dict[str, object]:
+        """Arguments that all kernels take. There are 32 channels at least: with 16 Triton 3.6 writes to wrong places."""
         return {
             "num_tokens": self.value.shape[1],
             "num_heads": self.num_heads,
-            "heads_a_key": self.num_heads // self.key.shape[2],
             "key_width": self.key.shape[3],
             "value_width": self.value.shape[3],
+            "C": CHUNK,
+            "D": max(32, triton.next_power_of_2(self.key.shape[3])),
+            "PRECISION": "tf32" if self.value.dtype.itemsize == 2 else "ieee",
+        }
+
+    def options(self) -> dict[str, object]:
+        """Arguments of kernels that read queries, keys and values."""
+        return {
+            **self.sizes(),
+            "heads_a_key": self.num_heads // self.key.shape[2],
             "stride_query_b": self.query.stride(0),
             "stride_query_t": self.query.stride(1),
             "stride_query_h": self.query.stride(2),
@@ -95,9 +104,6 @@ class Chunks:
             "stride_value_b": self.value.stride(0),
             "stride_value_t": self.value.stride(1),
             "stride_value_h": self.value.stride(2),
-            "C": CHUNK,
-            "D": max(16, triton.next_power_of_2(self.key.shape[3])),
-            "PRECISION": "tf32" if self.value.dtype.itemsize == 2 else "ieee",
         }
 
 
@@ -198,6 +204,8 @@ def _system_kernel(
     rows,
     u,
     w,
+    writing,
+    keeping,
     inverse,
     num_tokens,
     num_heads,
@@ -219,7 +227,7 @@ def _system_kernel(
     PRECISION: tl.constexpr,
     STORES_INVERSE: tl.constexpr,
 ):
-    """U = T beta V and W = T beta (decay into the chunk) K, where T = (I + A)^-1."""
+    """U = T beta V and W = T beta into K, where T = (I + A)^-1; and what the scan takes of keys and decays."""
     first = tl.program_id(0) * C
     batch = (tl.program_id(1) // num_heads).to(tl.int64)
     head = tl.program_id(1) % num_heads
@@ -230,6 +238,7 @@ def _system_kernel(
     rows += batch * num_tokens
     u += (batch * num_tokens * num_heads + head) * value_width
     w += (batch * num_tokens * num_heads + head) * key_width
+    writing += (batch * num_tokens * num_heads + head) * key_width
     dtype = value.dtype.element_ty
 
     tokens = first + tl.arange(0, C)
@@ -237,8 +246,10 @@ def _system_kernel(
     places = tl.arange(0, C)
     channels = tl.arange(0, D)
     strength = tl.load(beta + tokens * num_heads, mask=is_token, other=0.0)
-    _total, between, into, _out, _keep = load_decays(gate, rows, first, tokens, is_token, num_tokens, num_heads, C)
+    _total, between, into, out, keep = load_decays(gate, rows, first, tokens, is_token, num_tokens, num_heads, C)
+    tl.store(keeping + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), keep)
     k = load_unit(key, tokens, is_token, stride_key_t, channels, key_width, 1.0)
+    store_tile(writing, k * out[:, None], tokens, is_token, num_heads * key_width, channels, key_width)
     stored = k.to(dtype)
     a = tl.dot(stored, tl.trans(stored), input_precision=PRECISION) * between * strength[:, None]
     a = tl.where(places[:, None] > places[None, :], a, 0.0)
@@ -261,31 +272,17 @@ def _system_kernel(
 @kernel
 @triton.jit
 def _scan_kernel(
-    query,
-    key,
-    value,
-    gate,
-    beta,
-    rows,
     u,
     w,
+    writing,
+    keeping,
     new,
     states,
     num_chunks,
     num_tokens,
     num_heads,
-    heads_a_key,
     key_width,
     value_width,
-    stride_query_b,
-    stride_query_t,
-    stride_query_h,
-    stride_key_b,
-    stride_key_t,
-    stride_key_h,
-    stride_value_b,
-    stride_value_t,
-    stride_value_h,
     C: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -293,23 +290,21 @@ def _scan_kernel(
 ):
     """From chunk to chunk: what is new of the values, U - W S, and the state S that a chunk begins with."""
     batch = (tl.program_id(1) // num_heads).to(tl.int64)
-    head = tl.program_id(1) % num_heads
-    key += batch * stride_key_b + (head // heads_a_key) * stride_key_h
-    gate += batch * num_tokens * num_heads + head
-    rows += batch * num_tokens
-    u += (batch * num_tokens * num_heads + head) * value_width
-    new += (batch * num_tokens * num_heads + head) * value_width
-    w += (batch * num_tokens * num_heads + head) * key_width
+    of_head = batch * num_tokens * num_heads + tl.program_id(1) % num_heads
+    u += of_head * value_width
+    new += of_head * value_width
+    w += of_head * key_width
+    writing += of_head * key_width
+    keeping += tl.program_id(1) * num_chunks
     states += tl.program_id(1).to(tl.int64) * num_chunks * key_width * value_width
-    dtype = value.dtype.element_ty
+    dtype = u.dtype.element_ty
 
     channels = tl.arange(0, D)
     columns = tl.program_id(0) * E + tl.arange(0, E)
     is_state = (channels < key_width)[:, None] & (columns < value_width)[None, :]
     state = tl.zeros([D, E], tl.float32)
     for chunk in range(num_chunks):
-        first = chunk * C
-        tokens = first + tl.arange(0, C)
+        tokens = chunk * C + tl.arange(0, C)
         is_token = tokens < num_tokens
         stored = state.to(dtype)
         tl.store(states + channels[:, None] * value_width + columns[None, :], stored, mask=is_state)
@@ -318,9 +313,8 @@ def _scan_kernel(
         solved = load_tile(u, tokens, is_token, num_heads * value_width, columns, value_width).to(tl.float32)
         written = (solved - tl.dot(read, stored, input_precision=PRECISION)).to(dtype)
         store_tile(new, written, tokens, is_token, num_heads * value_width, columns, value_width)
-        _total, _between, _into, out, keep = load_decays(gate, rows, first, tokens, is_token, num_tokens, num_heads, C)
-        k = load_unit(key, tokens, is_token, stride_key_t, channels, key_width, 1.0)
-        k = (k * out[:, None]).to(dtype)
+        k = load_tile(writing, tokens, is_token, num_heads * key_width, channels, key_width)
+        keep = tl.load(keeping + chunk)
         state = state * keep + tl.dot(tl.trans(k), written, input_precision=PRECISION)
 
 
@@ -388,13 +382,37 @@ def _output_kernel(
         store_tile(output, total, tokens, is_token, num_heads * value_width, columns, value_width)
 
 
-def solve(chunks: Chunks, for_backward: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """U [B, T, Hv, E] and W [B, T, Hv, D] of all chunks; and T [B * Hv, chunks, CHUNK, CHUNK], if it is wanted."""
+@dataclass(frozen=True)
+class Solved:
+    """What the chunks' systems give.
+
+    Attributes:
+        u: [B, T, Hv, E].
+        w: [B, T, Hv, D].
+        writing: out K, with which new values are written to the state: [B, T, Hv, D].
+        keeping: what is kept of the state: float32 [B * Hv, chunks].
+        inverse: T, [B * Hv * chunks, CHUNK, CHUNK]; empty if it is not wanted.
+    """
+
+    u: Tensor
+    w: Tensor
+    writing: Tensor
+    keeping: Tensor
+    inverse: Tensor
+
+
+def solve(chunks: Chunks, for_backward: bool = False) -> Solved:
+    """Solve the systems of all chunks; T is returned for backward alone."""
     value = chunks.value
-    u = value.new_empty(value.shape)
-    w = value.new_empty(*value.shape[:3], chunks.key.shape[3])
-    num_inverses = chunks.grid[1] * chunks.grid[0] if for_backward else 0
-    inverse = value.new_empty(num_inverses, CHUNK, CHUNK)
+    num_chunks, num_heads = chunks.grid
+    of_keys = (*value.shape[:3], chunks.key.shape[3])
+    solved = Solved(
+        u=value.new_empty(value.shape),
+        w=value.new_empty(of_keys),
+        writing=value.new_empty(of_keys),
+        keeping=torch.empty(num_heads, num_chunks, dtype=torch.float32, device=value.device),
+        inverse=value.new_empty(num_heads * num_chunks if for_backward else 0, CHUNK, CHUNK),
+    )
     _system_kernel[chunks.grid](
         chunks.query,
         chunks.key,
@@ -402,44 +420,40 @@ def solve(chunks: Chunks, for_backward: bool = False) -> tuple[Tensor, Tensor, T
         chunks.gate,
         chunks.beta,
         chunks.rows,
-        u,
-        w,
-        inverse,
+        solved.u,
+        solved.w,
+        solved.writing,
+        solved.keeping,
+        solved.inverse,
         STORES_INVERSE=for_backward,
         **SYSTEM.options(),
         **chunks.options(),
     )
-    return u, w, inverse
+    return solved
 
 
-def scan(chunks: Chunks, u: Tensor, w: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+def scan(chunks: Chunks, solved: Solved, in_place: bool) -> tuple[Tensor, Tensor]:
     """What is new of the values [B, T, Hv, E], in place of U or beside it; and states [B * Hv, chunks, D, E]."""
-    value = chunks.value
-    new = u if in_place else torch.empty_like(u)
+    new = solved.u if in_place else torch.empty_like(solved.u)
     num_chunks, num_heads = chunks.grid
-    states = value.new_empty(num_heads, num_chunks, chunks.key.shape[3], value.shape[3])
-    _scan_kernel[(triton.cdiv(value.shape[3], SCAN.values), num_heads)](
-        chunks.query,
-        chunks.key,
-        value,
-        chunks.gate,
-        chunks.beta,
-        chunks.rows,
-        u,
-        w,
+    states = new.new_empty(num_heads, num_chunks, chunks.key.shape[3], new.shape[3])
+    _scan_kernel[(triton.cdiv(new.shape[3], SCAN.values), num_heads)](
+        solved.u,
+        solved.w,
+        solved.writing,
+        solved.keeping,
         new,
         states,
         num_chunks,
         **SCAN.options(),
-        **chunks.options(),
+        **chunks.sizes(),
     )
     return new, states
 
 
 def forward(chunks: Chunks) -> Tensor:
     """The outputs [B, T, Hv, E] of the gated delta rule."""
-    u, w, _inverse = solve(chunks)
-    new, states = scan(chunks, u, w, in_place=True)
+    new, states = scan(chunks, solve(chunks), in_place=True)
     output = torch.empty_like(new)
     _output_kernel[chunks.grid](
         chunks.query,

@@ -23,10 +23,10 @@ from qlora_fsdp.layers.kernels.triton_delta_rule import (
 )
 
 # The fastest on an H100 for heads of 128 channels (benchmarks/delta_rule.py).
-PULL = Tiles(values=32, num_warps=4, num_stages=1)
+PULL = Tiles(values=64, num_warps=4, num_stages=1)
 REVERSE_SCAN = Tiles(values=32, num_warps=4, num_stages=2)
-READ = Tiles(values=32, num_warps=8, num_stages=1)
-WRITE = Tiles(values=32, num_warps=8, num_stages=1)
+READ = Tiles(values=64, num_warps=8, num_stages=1)
+WRITE = Tiles(values=64, num_warps=4, num_stages=1)
 UNIT_ROWS = 32  # vectors of one program that takes gradients through the norm of queries and keys
 
 
@@ -41,6 +41,7 @@ def _pull_kernel(
     rows,
     grad_output,
     grad_new,
+    reading,
     scale,
     num_tokens,
     num_heads,
@@ -61,7 +62,7 @@ def _pull_kernel(
     E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The part of the new values' gradient that comes from outputs of the same chunk."""
+    """The part of the new values' gradient that comes from outputs of the same chunk; and into Q, for the scan."""
     first = tl.program_id(0) * C
     batch = (tl.program_id(1) // num_heads).to(tl.int64)
     head = tl.program_id(1) % num_heads
@@ -71,13 +72,16 @@ def _pull_kernel(
     rows += batch * num_tokens
     grad_output += (batch * num_tokens * num_heads + head) * value_width
     grad_new += (batch * num_tokens * num_heads + head) * value_width
+    reading += (batch * num_tokens * num_heads + head) * key_width
     dtype = value.dtype.element_ty
 
     tokens = first + tl.arange(0, C)
     is_token = tokens < num_tokens
     channels = tl.arange(0, D)
-    _total, between, _into, _out, _keep = load_decays(gate, rows, first, tokens, is_token, num_tokens, num_heads, C)
-    q = load_unit(query, tokens, is_token, stride_query_t, channels, key_width, scale).to(dtype)
+    _total, between, into, _out, _keep = load_decays(gate, rows, first, tokens, is_token, num_tokens, num_heads, C)
+    q = load_unit(query, tokens, is_token, stride_query_t, channels, key_width, scale)
+    store_tile(reading, q * into[:, None], tokens, is_token, num_heads * key_width, channels, key_width)
+    q = q.to(dtype)
     k = load_unit(key, tokens, is_token, stride_key_t, channels, key_width, 1.0).to(dtype)
     seen = (tl.dot(q, tl.trans(k), input_precision=PRECISION) * between).to(dtype)
     for start in range(0, value_width, E):
@@ -90,32 +94,18 @@ def _pull_kernel(
 @kernel
 @triton.jit
 def _reverse_scan_kernel(
-    query,
-    key,
-    value,
-    gate,
-    beta,
-    rows,
     w,
+    reading,
+    writing,
+    keeping,
     grad_output,
     grad_new,
     grad_states,
-    scale,
     num_chunks,
     num_tokens,
     num_heads,
-    heads_a_key,
     key_width,
     value_width,
-    stride_query_b,
-    stride_query_t,
-    stride_query_h,
-    stride_key_b,
-    stride_key_t,
-    stride_key_h,
-    stride_value_b,
-    stride_value_t,
-    stride_value_h,
     C: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -123,38 +113,35 @@ def _reverse_scan_kernel(
 ):
     """From the last chunk to the first: the gradient of the state behind each, and all of the new values' gradient."""
     batch = (tl.program_id(1) // num_heads).to(tl.int64)
-    head = tl.program_id(1) % num_heads
-    query += batch * stride_query_b + (head // heads_a_key) * stride_query_h
-    key += batch * stride_key_b + (head // heads_a_key) * stride_key_h
-    gate += batch * num_tokens * num_heads + head
-    rows += batch * num_tokens
-    w += (batch * num_tokens * num_heads + head) * key_width
-    grad_output += (batch * num_tokens * num_heads + head) * value_width
-    grad_new += (batch * num_tokens * num_heads + head) * value_width
+    of_head = batch * num_tokens * num_heads + tl.program_id(1) % num_heads
+    w += of_head * key_width
+    reading += of_head * key_width
+    writing += of_head * key_width
+    keeping += tl.program_id(1) * num_chunks
+    grad_output += of_head * value_width
+    grad_new += of_head * value_width
     grad_states += (tl.program_id(1).to(tl.int64) + 1) * num_chunks * key_width * value_width
-    dtype = value.dtype.element_ty
+    dtype = w.dtype.element_ty
 
     channels = tl.arange(0, D)
     columns = tl.program_id(0) * E + tl.arange(0, E)
     is_state = (channels < key_width)[:, None] & (columns < value_width)[None, :]
     grad_state = tl.zeros([D, E], tl.float32)
     for step in range(num_chunks):
-        first = (num_chunks - 1 - step) * C
-        tokens = first + tl.arange(0, C)
+        chunk = num_chunks - 1 - step
+        tokens = chunk * C + tl.arange(0, C)
         is_token = tokens < num_tokens
         stored = grad_state.to(dtype)
         grad_states -= key_width * value_width
         tl.store(grad_states + channels[:, None] * value_width + columns[None, :], stored, mask=is_state)
-        _total, _between, into, out, keep = load_decays(gate, rows, first, tokens, is_token, num_tokens, num_heads, C)
-        k = load_unit(key, tokens, is_token, stride_key_t, channels, key_width, 1.0)
-        k = (k * out[:, None]).to(dtype)
+        k = load_tile(writing, tokens, is_token, num_heads * key_width, channels, key_width)
         pulled = load_tile(grad_new, tokens, is_token, num_heads * value_width, columns, value_width).to(tl.float32)
         whole = (pulled + tl.dot(k, stored, input_precision=PRECISION)).to(dtype)
         store_tile(grad_new, whole, tokens, is_token, num_heads * value_width, columns, value_width)
-        q = load_unit(query, tokens, is_token, stride_query_t, channels, key_width, scale)
-        q = (q * into[:, None]).to(dtype)
+        q = load_tile(reading, tokens, is_token, num_heads * key_width, channels, key_width)
         grad = load_tile(grad_output, tokens, is_token, num_heads * value_width, columns, value_width)
         read = load_tile(w, tokens, is_token, num_heads * key_width, channels, key_width)
+        keep = tl.load(keeping + chunk)
         grad_state = grad_state * keep + tl.dot(tl.trans(q), grad, input_precision=PRECISION)
         grad_state -= tl.dot(tl.trans(read), whole, input_precision=PRECISION)
 
@@ -426,25 +413,28 @@ def backward(chunks: Chunks, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
     scale = chunks.key.shape[3] ** -0.5
     options = chunks.options()
     num_chunks, num_heads = chunks.grid
-    u, w, inverse = solve(chunks, for_backward=True)
-    new, states = scan(chunks, u, w, in_place=False)
+    solved = solve(chunks, for_backward=True)
+    new, states = scan(chunks, solved, in_place=False)
     grad_new = torch.empty_like(new)
-    _pull_kernel[chunks.grid](*inputs, grad_output, grad_new, scale, **PULL.options(), **options)
+    reading = torch.empty_like(solved.w)
+    _pull_kernel[chunks.grid](*inputs, grad_output, grad_new, reading, scale, **PULL.options(), **options)
     grad_states = torch.empty_like(states)
     _reverse_scan_kernel[(triton.cdiv(chunks.value.shape[3], REVERSE_SCAN.values), num_heads)](
-        *inputs,
-        w,
+        solved.w,
+        reading,
+        solved.writing,
+        solved.keeping,
         grad_output,
         grad_new,
         grad_states,
-        scale,
         num_chunks,
         **REVERSE_SCAN.options(),
-        **options,
+        **chunks.sizes(),
     )
-    grad_query = torch.empty_like(w)
-    grad_key = torch.empty_like(w)
-    grad_w = torch.empty_like(w)
+    del reading
+    grad_query = torch.empty_like(solved.w)
+    grad_key = torch.empty_like(solved.w)
+    grad_w = torch.empty_like(solved.w)
     grad_total = torch.empty_like(chunks.gate)
     _read_kernel[chunks.grid](
         *inputs,
@@ -462,14 +452,14 @@ def backward(chunks: Chunks, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
         **options,
     )
     del new, states, grad_states
-    grad_value = torch.empty_like(u)
+    grad_value = torch.empty_like(solved.u)
     grad_gate = torch.empty_like(grad_total)
     grad_beta = torch.empty_like(grad_total)
     _write_kernel[chunks.grid](
         *inputs,
-        u,
-        w,
-        inverse,
+        solved.u,
+        solved.w,
+        solved.inverse,
         grad_new,
         grad_w,
         grad_key,
@@ -501,7 +491,7 @@ def _through_norm(x: Tensor, grad_unit: Tensor, scale: float) -> Tensor:
         x.shape[3],
         *x.stride()[:3],
         ROWS=UNIT_ROWS,
-        D=max(16, triton.next_power_of_2(x.shape[3])),
+        D=triton.next_power_of_2(x.shape[3]),
         num_warps=4,
     )
     return grad
