@@ -120,7 +120,7 @@ def make_config(family: str) -> PretrainedConfig:
         return AutoConfig.for_model(family, **SHAPE | known[family], initializer_range=0.1)
     config = miniature(CONFIG_MAPPING[family]().get_text_config(), max_length=64)
     own = ("vocab_size", "vocab_size_per_layer_input", "pad_token_id", "bos_token_id", "eos_token_id")
-    values = {key: SHAPE.get(key, SHAPE["vocab_size"]) for key in own if hasattr(config, key)}
+    values: dict[str, object] = {key: SHAPE.get(key, SHAPE["vocab_size"]) for key in own if hasattr(config, key)}
     if hasattr(config, "initializer_range"):
         values["initializer_range"] = 0.1
     if "is_decoder" in config.to_dict():  # an encoder by default, whose tokens see later ones
@@ -262,7 +262,7 @@ def write_table(head: Sequence[str], rows: Sequence[str]) -> None:
     before, _, rest = text.partition(BEGIN)
     table, _, after = rest.partition(END)
     old = table.strip().splitlines()[len(head) :]
-    by_family = {re.match(r"\| (\w+)", row).group(1): row for row in [*old, *rows]}
+    by_family = {row.split()[1]: row for row in [*old, *rows]}
     lines = [*head, *(by_family[family] for family in sorted(by_family))]
     DOCUMENT.write_text("\n".join([before + BEGIN, *lines, END]) + after, encoding="utf-8")
 

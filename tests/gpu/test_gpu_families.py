@@ -141,7 +141,7 @@ def largest_difference(run: Found, expected: list[float]) -> float:
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """All families of this session's tests at once."""
     of_this_file = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params["family"] for item in of_this_file}
+    wanted = {item.callspec.params["family"] for item in of_this_file if isinstance(item, pytest.Function)}
     yield try_all(sorted(wanted), tmp_path_factory.mktemp("families"))
 
 

@@ -7,10 +7,14 @@ state spaces take each token's row (`seq_idx`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
+from transformers import masking_utils
 
 from qlora_fsdp.data.batch import Batch
 
@@ -18,6 +22,37 @@ from qlora_fsdp.data.batch import Batch
 def _has_several_rows(batch: Batch) -> bool:
     """Whether a sequence of the batch has more than one row."""
     return len(batch.sequence_starts) > len(batch.input_ids) + 1
+
+
+@contextmanager
+def masks_without_asking(batch: Batch) -> Iterator[None]:
+    """While it lasts, transformers makes a batch's masks without asking the device whether rows are packed.
+
+    It reads that off the positions, and waits for the device to find out whether a mask can be left out. The host
+    knows from the batch. A wait between kernels takes time, and a step that has one can't be recorded as a CUDA graph.
+
+    Args:
+        batch: as `lay_out_for` returned it.
+    """
+    if batch.num_slices > 1:  # a slice begins within a row
+        yield
+        return
+    rows_of = _rows_in_masks if _has_several_rows(batch) else _one_row
+    with patch.object(masking_utils, "find_packed_sequence_indices", rows_of):
+        yield
+
+
+def _one_row(position_ids: Tensor) -> None:
+    """What masks are made from where each sequence is one row."""
+    return None
+
+
+def _rows_in_masks(position_ids: Tensor) -> Tensor:
+    """The row of each token [B, L], as masks compare it: it changes where positions do not go on by one."""
+    goes_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    rows = position_ids.new_zeros(position_ids.shape)
+    rows[:, 1:] = (~goes_on).cumsum(-1)
+    return rows
 
 
 def lay_out_for(batch: Batch, wants_one_sequence: bool) -> Batch:

@@ -14,7 +14,7 @@ from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction
 from qlora_fsdp.layers.recurrent.replace import has_recurrent_layers, wants_one_sequence
 from qlora_fsdp.layers.rewire import attach_loss
-from qlora_fsdp.model.inputs import lay_out_for, row_markers
+from qlora_fsdp.model.inputs import lay_out_for, masks_without_asking, row_markers
 from qlora_fsdp.model.positions import first_position
 from qlora_fsdp.model.tasks.router_loss import RouterLoss
 from qlora_fsdp.model.tasks.task_model import TaskModel
@@ -93,11 +93,13 @@ class CausalLM(TaskModel):
         if router_loss is not None:
             inputs["output_router_logits"] = True
         if self.transform is not None:
-            outputs = self.base.get_decoder()(**inputs)
+            with masks_without_asking(batch):
+                outputs = self.base.get_decoder()(**inputs)
             compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
             loss: Tensor = compute(outputs.last_hidden_state, batch.targets, reduction)
         else:
-            outputs = self.base(**inputs)
+            with masks_without_asking(batch):
+                outputs = self.base(**inputs)
             logits = outputs.logits.float().flatten(0, 1)
             loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
         return loss, None if router_loss is None else router_loss.of(outputs.router_logits, given)

@@ -32,7 +32,7 @@ from qlora_fsdp.layers.recurrent.replace import (
     replaced_functions,
     wants_one_sequence,
 )
-from qlora_fsdp.model.inputs import lay_out_for, row_markers
+from qlora_fsdp.model.inputs import lay_out_for, masks_without_asking, row_markers
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.reached import ReachedLinears
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, register_stand_ins
@@ -281,7 +281,7 @@ def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int)
     if length < LENGTH:
         in_tokens = {name: value for name, value in inputs.items() if name in PER_TOKEN}
         inputs |= {name: value.view(-1, length) for name, value in in_tokens.items()}
-    with embedded_by(model) as embedded:
+    with embedded_by(model) as embedded, masks_without_asking(batch):
         output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     starts = [index * LENGTH + sum(part[:n]) for index, part in enumerate(ROWS) for n in range(len(part))]
