@@ -14,8 +14,9 @@ from qlora_fsdp.layers.recurrent.delta_rule import gated_delta_rule
 from qlora_fsdp.layers.recurrent.gated_norm import use_gated_norm
 
 TOLERANCE = 2e-2  # of the norm: a value of bfloat16 has 8 bits
-# Key heads, value heads, widths of keys and values: of Qwen 3.5; of its tiny models; such as no block divides.
-SHAPES = [(16, 32, 128, 128), (2, 4, 16, 16), (2, 2, 96, 200)]
+# Key heads, value heads, widths of keys and values: of Qwen 3.5; of tiny models, which torch computes; such as no block
+# divides; the narrowest.
+SHAPES = [(16, 32, 128, 128), (2, 4, 16, 16), (2, 2, 96, 200), (2, 4, 64, 64)]
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:

@@ -79,14 +79,14 @@ class Chunks:
         return self.num_chunks, self.value.shape[0] * self.num_heads
 
     def sizes(self) -> dict[str, object]:
-        """Arguments that all kernels take. There are 32 channels at least: with 16 Triton 3.6 writes to wrong places."""
+        """Arguments that all kernels take."""
         return {
             "num_tokens": self.value.shape[1],
             "num_heads": self.num_heads,
             "key_width": self.key.shape[3],
             "value_width": self.value.shape[3],
             "C": CHUNK,
-            "D": max(32, triton.next_power_of_2(self.key.shape[3])),
+            "D": triton.next_power_of_2(self.key.shape[3]),
             "PRECISION": "tf32" if self.value.dtype.itemsize == 2 else "ieee",
         }
 

@@ -34,7 +34,10 @@ from qlora_fsdp.layers.kernels import triton_delta_rule, triton_delta_rule_backw
 from qlora_fsdp.layers.kernels.launch import has_kernels
 from qlora_fsdp.layers.kernels.triton_delta_rule import CHUNK, EPSILON, Chunks
 
-MAX_KEY_WIDTH = 128  # a program of the kernels has whole keys in its registers
+# A program of the kernels has whole keys in its registers. Heads of 16 channels were computed wrongly on an H100 with
+# Triton 3.6, and those in use have 96 and more.
+KERNEL_KEY_WIDTHS = range(64, 129)
+MIN_KERNEL_VALUE_WIDTH = 64
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor, rows: Tensor) -> Tensor:
@@ -55,8 +58,9 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, be
 
 
 def can_use_kernels(key: Tensor, value: Tensor) -> bool:
-    """Whether the Triton kernels compute it: in 16 bits on a GPU, for keys of at most 128 channels."""
-    return has_kernels(value) and value.dtype.itemsize == 2 and key.shape[-1] <= MAX_KEY_WIDTH
+    """Whether the Triton kernels compute it: in 16 bits on a GPU, for heads of the widths that models have."""
+    fits = key.shape[-1] in KERNEL_KEY_WIDTHS and value.shape[-1] >= MIN_KERNEL_VALUE_WIDTH
+    return fits and value.dtype.itemsize == 2 and has_kernels(value)
 
 
 class _DeltaRule(torch.autograd.Function):
