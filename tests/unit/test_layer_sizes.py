@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from qlora_fsdp.common.layer_sizes import HeadSizes, head_sizes, values_by_layer
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import wide
 from qlora_fsdp.memory.policy import Policy
@@ -56,11 +57,13 @@ def test_a_model_of_unlike_layers_has_a_plan_that_names_the_wide_ones():
     config = load_config(["data=random", "training.max_length=64", "quant=nf4"])
     tracer = trace_config(config_of("gemma4_text", **WIDE, **PER_LAYER), config)
     assert tracer.computing.attention == attention.VARLEN
-    (note,) = (note for note in tracer.notes(config) if "heads of 512" in note)
+    modules = ModuleSpec.of(config)
+    batch = BatchSpec.of(config, 2)
+    (note,) = (note for note in tracer.notes(modules) if "heads of 512" in note)
     assert "2 of 4 layers" in note and "memory-efficient kernel" in note
-    kinds = range(len(tracer.parts(config).kinds))
+    kinds = range(len(tracer.parts(modules).kinds))
     for policy in (Policy.none, Policy.full):
-        assert all(tracer.layer_use(config, 2, kind, policy).saved > 0 for kind in kinds)
+        assert all(tracer.layer_use(modules, batch, kind, policy).saved > 0 for kind in kinds)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *args: Any, scale: float) -> tuple[Tensor, Tensor]:
