@@ -188,7 +188,10 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("model=qwen2.5-7b", "Did you mean model=qwen2.5-7b-base or model=qwen2.5-7b-instruct?"),
         ("quant={load_in_4bit: true}", "is no option of quant"),
         ("lora.r", "lora.r has no value. Write lora.r=VALUE."),
-        ("lora.rank_pattern={a", "can't be read. Write it as lora.rank_pattern='{q_proj: 8}'."),
+        (
+            "lora.rank_pattern={a",
+            "can't be read: } is missing at its end. Write it as lora.rank_pattern='{q_proj: 8}'.",
+        ),
         ("data.mix={über.jsonl: 1}", "Names with quotes, or letters other than ASCII's, go into a file of --config."),
         ("tracking.report_to=wandb", "must be a list such as [a,b]. Set tracking.report_to=[wandb]."),
         (

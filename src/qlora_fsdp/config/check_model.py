@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator
@@ -168,20 +169,30 @@ def _embeddings(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "quant.embeddings", reason, "Set quant.embeddings=none.")
 
 
-def _lora(config: Config) -> Iterator[Problem]:
-    lora = config.lora
-    init = lora.init_lora_weights.lower() if isinstance(lora.init_lora_weights, str) else lora.init_lora_weights
-    if init is not True and init not in _INIT_LORA_WEIGHTS:
-        quantized = config.quant.load_in_4bit or config.quant.load_in_8bit
+def _unknown_init(config: Config) -> Problem:
+    """The problem with an initialisation of adapters that is not here: a slip, or one of PEFT's that is refused."""
+    init = config.lora.init_lora_weights
+    fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
+    reason = "starts from whole base weights, of which a rank has only a part."
+    if not isinstance(init, str):
+        reason = "is not an initialisation that leaves the base model as it is."
+    elif meant := difflib.get_close_matches(init.lower(), _INIT_LORA_WEIGHTS, n=1, cutoff=0.75):
+        reason = "is no initialisation of PEFT's."
+        fix = f"Did you mean {meant[0]}?"
+    elif config.quant.load_in_4bit or config.quant.load_in_8bit:
         reason = (
             "starts from the base weights, which are packed codes here: it would take the packed bytes for numbers."
-            if quantized
-            else "starts from whole base weights, of which a rank has only a part."
         )
-        if not isinstance(init, str):
-            reason = "is not an initialisation that leaves the base model as it is."
-        fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
-        yield problem_with(config, "lora.init_lora_weights", reason, fix)
+    return problem_with(config, "lora.init_lora_weights", reason, fix)
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.lora
+    init = lora.init_lora_weights
+    if isinstance(init, str):
+        init = init.lower()
+    if init is not True and init not in _INIT_LORA_WEIGHTS:
+        yield _unknown_init(config)
     odd = [rank for rank in (lora.r, *lora.rank_pattern.values()) if rank % 2]
     if init == "orthogonal" and odd:
         reason = f"needs even ranks, and one is {odd[0]}."

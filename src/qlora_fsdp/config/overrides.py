@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -31,10 +31,13 @@ from qlora_fsdp.config.settings import (
 )
 
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
-OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
-SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # characters of keys that Hydra reads only after a backslash
-VALUE = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\[[^\]]*\]|\{[^}]*\}|[^,])*),""")  # of a sweep
+# What people call an option of a group, where that is too different to be guessed.
+OPTION_WORDS = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
+SPECIAL = r"([\\()\[\]{}:=, ])"  # characters of keys that Hydra reads only after a backslash
+QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
+VALUE = re.compile(rf"""({QUOTED.pattern}|(?:\[[^\]]*\]|\{{[^}}]*\}}|[^,])*),""")  # of a sweep
 WORD = re.compile(r"((?:^|[\[,:{])\s*)([\w.+-]+)(?=\s*(?:[,\]}]|$))")  # an item that may look like a number
+CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
 def prepare_overrides(
@@ -50,45 +53,79 @@ def prepare_overrides(
     Returns:
         The usable overrides for Hydra, and a problem for each of the others.
     """
-    usable, problems = [], []
-    full_texts = [full for text in texts for full in _written_out(text, folders, sweep)]
-    for text in full_texts:
-        override = _parse(text, sweep)
-        if isinstance(override, Problem):
-            problems.append(override)
-            continue
-        key, options = override.key_or_group, group_options(override.key_or_group, folders)
-        if key in FORMER:
-            problems.append(unknown_setting(key, text.partition("=")[2]))
-        elif key.startswith("hydra/") and override.value() is None:  # Hydra would end with a traceback
-            problems.append(Problem(text, "names no option.", f"Leave {key} out."))
-        elif key.startswith(("hydra.", "hydra/")):
-            usable.append(text)
-        elif override.is_delete():
-            problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
-        elif override.is_sweep_override() and not sweep:
-            value, setting = text.partition("=")[2], all_settings().get(key)
-            is_open = not options if setting is None else not setting.words  # it takes more than a few values
-            kind = getattr(setting, "type", Any) if is_open else None
-            fix = "For a sweep add -m"
-            fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
-            fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
-            fix += several_data_sets(key)
-            problems.append(Problem(text, "gives several values to one run.", fix))
-        elif isinstance(glob := override.value(), Glob) and not glob.filter(options):
-            reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
-            problems.append(Problem(text, reason, f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."))
-        elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
+    usable = list[str]()
+    problems = list[Problem]()
+    for typed in texts:
+        for text in _written_out(typed, folders, sweep):
+            override = _parse(text, sweep)
+            if isinstance(override, Problem):
+                problems.append(override)
+                continue
+            found = list(_find_problems(text, override, folders, sweep))
             problems += found
-        elif other_kind := [value for value in _values(override) if _is_list_for_mapping(key, value)]:
-            problems += [wrong_type(key, value) for value in other_kind]  # Hydra stops at the first
-        else:
-            if isinstance(glob, Glob):  # Hydra itself does not look into --config-dir for these
-                override.input_line = f"{key}={','.join(glob.filter(options))}"
-            # Hydra wants a plus sign for what its defaults do not name. The check against the schema comes later.
-            plus = "" if group_options(key, folders[:1]) else "+" if options else "++"
-            usable.append(plus + (override.input_line or text).lstrip("+"))
+            if not found:
+                usable.append(_for_hydra(text, override, folders))
     return usable, problems
+
+
+def _find_problems(text: str, override: Override, folders: Sequence[Path], sweep: bool) -> Iterator[Problem]:
+    """Yields what is wrong with an override that Hydra can read. The check against the schema comes later."""
+    key = override.key_or_group
+    value = override.value()
+    options = group_options(key, folders)
+    if key in FORMER:
+        yield unknown_setting(key, text.partition("=")[2])
+    elif _is_hydras(key):
+        if key.startswith("hydra/") and value is None:  # Hydra would end with a traceback
+            yield Problem(text, "names no option.", f"Leave {key} out.")
+    elif override.is_delete():
+        yield Problem(text, "removes a setting, which is not possible.", "Set it to another value.")
+    elif override.is_sweep_override() and not sweep:
+        yield _several_values(text, key, is_group=bool(options))
+    elif isinstance(value, Glob):
+        if not value.filter(options):
+            reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
+            yield Problem(text, reason, f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b.")
+    else:
+        for each in list(override.sweep_iterator()) if override.is_discrete_sweep() else [value]:
+            if options and each not in options:
+                yield _unknown_option(key, each, options)
+            elif not options and _is_of_other_kind(key, each):
+                yield wrong_type(key, each)  # Hydra stops at the first
+
+
+def _for_hydra(text: str, override: Override, folders: Sequence[Path]) -> str:
+    """An override in the form that Hydra needs, which wants a plus sign for what its defaults do not name."""
+    key = override.key_or_group
+    if _is_hydras(key):
+        return text
+    options = group_options(key, folders)
+    value = override.value()
+    if isinstance(value, Glob):  # Hydra itself does not look into --config-dir for these
+        text = f"{key}={','.join(value.filter(options))}"
+    elif override.input_line is not None:
+        text = override.input_line
+    text = text.lstrip("+")
+    if group_options(key, folders[:1]):
+        return text
+    return f"+{text}" if options else f"++{text}"
+
+
+def _is_hydras(key: str) -> bool:
+    return key.startswith(("hydra.", "hydra/"))
+
+
+def _several_values(text: str, key: str, is_group: bool) -> Problem:
+    """The problem with several values for one run, which are a sweep's, or a list without its brackets."""
+    value = text.partition("=")[2]
+    setting = all_settings().get(key)
+    is_any = not is_group if setting is None else setting.type is Any and not setting.words
+    fix = "For a sweep add -m"
+    if is_any or (setting is not None and get_origin(setting.type) is list):
+        fix += f", for a list write {key}=[{value}]"
+    if is_any or (setting is not None and setting.type is str):
+        fix += f", for a text with a comma {key}='\"{value}\"'"
+    return Problem(text, "gives several values to one run.", f"{fix}.{several_data_sets(key)}")
 
 
 def chosen_groups(texts: Sequence[str]) -> set[str]:
@@ -109,7 +146,7 @@ def escape(text: str) -> str:
 def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
     """Returns the fix for an option that a group does not have."""
     typed = str(option).lower()
-    meant = OTHER_NAMES.get(group, {}).get(typed)
+    meant = OPTION_WORDS.get(group, {}).get(typed)
     longer = [name for name in options if name.startswith(f"{typed}-")]  # such as -base and -instruct of a model
     nearest = [meant] if meant else longer[:2] or difflib.get_close_matches(typed, options, n=1, cutoff=0.5)
     names = " or ".join(f"{group}={name}" for name in nearest)
@@ -153,20 +190,43 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
     if not equals and not key.startswith("~"):
         return Problem(text, "is not of the form key=value.", _meant(text))
     setting = all_settings().get(key.lstrip("+"))
-    for form in (f"{key}={_quote_words(value)}" if setting is not None and setting.has_texts else text, text):
+    forms = [text]
+    if setting is not None and setting.has_texts:
+        forms.insert(0, f"{key}={_quote_words(value)}")
+    for form in forms:
         with suppress(HydraException):
             return parser.parse_overrides([form])[0]
     values = [_readable(key, value, setting) for value in (_split(value) if sweep else [value])]
-    if None not in values:
-        return parser.parse_overrides([f"{key}={','.join(map(str, values))}"])[0]
+    if None in values:
+        return _unreadable(text, key, value, setting)
+    return parser.parse_overrides([f"{key}={','.join(map(str, values))}"])[0]
+
+
+def _unreadable(text: str, key: str, value: str, setting: Setting | None) -> Problem:
+    """The problem with a value that Hydra can't read in any form."""
+    closing = _unclosed(value)
     if value.endswith(","):
         fix = f"Leave the comma out, or write the values of a sweep without spaces: {key}={value}..."
         return Problem(text, "can't be read: it ends with a comma.", fix)
     if setting is not None and setting.takes_mapping:
+        reason = f"can't be read: {closing} is missing at its end." if closing else "can't be read."
         others = "Names with quotes, or letters other than ASCII's, go into a file of --config."
-        return Problem(text, "can't be read.", f"Write it as {example_of(key)}. {others}")
+        return Problem(text, reason, f"Write it as {example_of(key)}. {others}")
+    if closing:
+        return Problem(text, f"can't be read: {closing} is missing at its end.", f"Write {key}='{value}{closing}'.")
     quoted = '["...","..."]' if setting is not None and setting.takes_list else '"..."'
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='{quoted}'.")
+
+
+def _unclosed(value: str) -> str:
+    """The brackets that are missing at the end of a value: those that close what it opens outside of quotes."""
+    missing = ""
+    for letter in QUOTED.sub("", value):
+        if letter in CLOSING:
+            missing = CLOSING[letter] + missing
+        elif missing.startswith(letter):
+            missing = missing[1:]
+    return missing
 
 
 def _split(text: str) -> list[str]:
@@ -226,13 +286,23 @@ def _write_mapping(mapping: dict[Any, Any]) -> str | None:
     """A mapping, whose values may be mappings, as Hydra reads it; None: it has lists."""
     items = []
     for key, value in mapping.items():
-        written = (
-            _write_mapping(value) if isinstance(value, dict) else quote(value) if isinstance(value, str) else value
-        )
-        if (written is None and value is not None) or isinstance(value, list):
+        written = _write_item(value)
+        if written is None:
             return None
-        items.append(f"{re.sub(SPECIAL, BACKSLASHED, str(key))}: {'null' if written is None else written}")
+        escaped = re.sub(SPECIAL, r"\\\1", str(key))
+        items.append(f"{escaped}: {written}")
     return f"{{{', '.join(items)}}}"
+
+
+def _write_item(value: Any) -> str | None:
+    """A value of a mapping as Hydra reads it; None: it is, or has, a list."""
+    if isinstance(value, dict):
+        return _write_mapping(value)
+    if isinstance(value, list):
+        return None
+    if isinstance(value, str):
+        return quote(value)
+    return "null" if value is None else str(value)
 
 
 def _meant(word: str) -> str:
@@ -245,33 +315,24 @@ def _meant(word: str) -> str:
     return f"Did you mean {' or '.join(meant[:2])}?" if meant else "See --help for examples."
 
 
-def _values(override: Override) -> list[Any]:
-    """The value of an override, or all values of a sweep. A glob gives none: it matches options that are there."""
-    if isinstance(override.value(), Glob):
-        return []
-    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
-
-
-def _is_list_for_mapping(key: str, value: Any) -> bool:
+def _is_of_other_kind(key: str, value: Any) -> bool:
     """Whether a list is given for a mapping, or a mapping for a list: neither can be made of the other."""
     kind = get_origin(all_settings()[key].type) if key in all_settings() else None
     return (kind is dict and isinstance(value, list)) or (kind is list and isinstance(value, dict))
 
 
-def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
-    if option in options:
-        return None
+def _unknown_option(group: str, option: Any, options: Sequence[str]) -> Problem:
+    """The problem with an option that a group does not have."""
     fix = did_you_mean(group, option, options)
     if option is None and default_options().get(group, "") is None:
         fix = f"Leave {group} out for none."
     if group in ("model", "data") and isinstance(option, str):
         fix += f" For a path or a hub name set {group}.path={option}."
-    listed = f"it has {', '.join(options)}"
-    if len(options) > MAX_LISTED:
-        near = difflib.get_close_matches(str(option).lower(), options, n=6, cutoff=0.4)
-        listed = (
-            f"it has {', '.join(near)} and others (docs/configuration.md)"
-            if near
-            else "docs/configuration.md lists them"
-        )
+    near = difflib.get_close_matches(str(option).lower(), options, n=6, cutoff=0.4)
+    if len(options) <= MAX_LISTED:
+        listed = f"it has {', '.join(options)}"
+    elif near:
+        listed = f"it has {', '.join(near)} and others (docs/configuration.md)"
+    else:
+        listed = "docs/configuration.md lists them"
     return Problem(show(group, option), f"is no option of {group}: {listed}.", fix)

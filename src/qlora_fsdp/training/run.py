@@ -13,10 +13,11 @@ from typing import Any
 import peft
 import torch
 
-from qlora_fsdp.common.errors import HubError
+from qlora_fsdp.common.errors import HubError, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
+from qlora_fsdp.config.check_settings import check_world
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import Config, HubConfig, Weights
@@ -27,7 +28,6 @@ from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.settle import ModelSpec
-from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
@@ -80,7 +80,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # First: can the settings be used on this hardware? Then the run folder is this run's, and what is in it stays
         # as it is. Is there a checkpoint to resume from?
         check_same_settings(config, processes)
-        check(config, _complete(world, processes))
+        refuse(check_world(config, _complete(world, processes)))
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config.hub, processes)
         folder = hold_run_folder(config.run, processes)

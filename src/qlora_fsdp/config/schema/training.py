@@ -48,7 +48,7 @@ class LrScheduler(Enum):
 @dataclass
 class OptimConfig:
     # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' AdamW with block-wise 8-bit state (arXiv:2110.02861).
-    name: Optimizer = setting(Optimizer.adamw, Run.fixed, ALWAYS, files=Files.users)
+    name: Optimizer = setting(Optimizer.adamw, Run.fixed, ALWAYS, files=Files.users, other_names=("optimizer",))
     # Decoupled weight decay (arXiv:1711.05101).
     weight_decay: float = setting(0.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
     # Decay of the running means of the gradient and of its square.
