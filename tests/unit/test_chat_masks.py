@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.model_templates import model_template
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
@@ -40,22 +41,22 @@ EXPECTED = {
         "<|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Ciao, é.<|eot_id|>⟧"
     ),
-    # The system message moves to the last user turn, so the first answer is found by what changes with its content.
-    "mistral": "<bos>[INST] Hi?[/INST] ⟦Hello!</s>⟧[INST] Be brief.\n\nHello![/INST]⟦ Ciao, é.</s>⟧",
+    # The system message moves to the last user turn. The space before an answer is what the model has to say.
+    "mistral": "<bos>[INST] Hi?[/INST]⟦ Hello!</s>⟧[INST] Be brief.\n\nHello![/INST]⟦ Ciao, é.</s>⟧",
     "qwen2.5": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦Hello!<|im_end|>\n⟧<|im_start|>user\nHello!<|im_end|>\n"
-        "<|im_start|>assistant\n⟦Ciao, é.<|im_end|>\n⟧"
+        "<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n<|im_start|>user\nHello!<|im_end|>\n"
+        "<|im_start|>assistant\n⟦Ciao, é.<|im_end|>⟧\n"
     ),
     # An empty thought stands before the last answer alone: that is what the model is to say there.
     "qwen3": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦Hello!<|im_end|>\n⟧<|im_start|>user\nHello!<|im_end|>\n"
-        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nCiao, é.<|im_end|>\n⟧"
+        "<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n<|im_start|>user\nHello!<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nCiao, é.<|im_end|>⟧\n"
     ),
     "gemma3": (
-        "<bos><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\n⟦Hello!<end_of_turn>\n⟧"
-        "<start_of_turn>user\nHello!<end_of_turn>\n<start_of_turn>model\n⟦Ciao, é.<end_of_turn>\n⟧"
+        "<bos><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\n⟦Hello!<end_of_turn>⟧\n"
+        "<start_of_turn>user\nHello!<end_of_turn>\n<start_of_turn>model\n⟦Ciao, é.<end_of_turn>⟧\n"
     ),
     "phi4": (
         "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi?<|im_end|>"
@@ -66,7 +67,12 @@ EXPECTED = {
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of bytes with a template of ours, or with that of a published model, `model:NAME`."""
     file = TEMPLATES / f"{template}.jinja"
+    if template.startswith("model:"):
+        tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
+        tokenizer.chat_template = model_template(template.removeprefix("model:"))
+        return tokenizer
     data = DataConfig(chat_template=str(file) if file.is_file() else template)
     return load_tokenizer(ModelConfig(tokenizer_path="bytes"), data)
 
@@ -125,9 +131,9 @@ def test_tools_their_calls_and_their_answers(is_text: bool):
         '<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n<tools>\n{"type": "function", "function": '
         '{"name": "add", "parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n'
         '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-        "<|im_end|>\n⟧"
+        "<|im_end|>⟧\n"
         "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n⟦It is 3.<|im_end|>\n⟧"
+        "<|im_start|>assistant\n⟦It is 3.<|im_end|>⟧\n"
     )
 
 
@@ -154,8 +160,8 @@ def test_thoughts_of_earlier_answers_are_dropped_as_the_template_does():
         {"role": "assistant", "content": "<think>\nso\n</think>\n\nd"},
     ]
     assert marked({"messages": messages}, "qwen3") == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>\n⟧<|im_start|>user\nc<|im_end|>\n"
-        "<|im_start|>assistant\n⟦<think>\nso\n</think>\n\nd<|im_end|>\n⟧"
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\nso\n</think>\n\nd<|im_end|>⟧\n"
     )
 
 
@@ -315,7 +321,7 @@ def test_parts_that_a_template_writes_are_trained_on():
     thought, answer, empty = {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "A."}, ""
     parts = [thought, answer, {"type": "text", "text": empty}]
     messages = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": parts}]
-    text, spans = format_messages(messages, None, LossOn.completion, tokenizer)
+    text, spans, _ = format_messages(messages, None, LossOn.completion, tokenizer)
     assert [text[slice(*span)] for span in spans] == ["(Hm.)A.<end>"]
 
 
@@ -324,11 +330,11 @@ def test_parts_that_a_template_writes_are_trained_on():
 def test_roles_that_a_template_does_not_write_are_told(role: str, said: str):
     row = {"messages": [{"role": "user", "content": "Well?"}, {"role": role, "content": said}, *CHAT[2:]]}
     row["messages"][-1] = {"role": "assistant", "content": "Because."}
-    assert marked(row, "../model_templates/qwen3").startswith(
+    assert marked(row, "model:qwen3").startswith(
         f"refused by the chat template: it leaves out what message 2 says, of the {role}; write system, user, assistant"
     )
     with pytest.raises(DataError, match=f"here: refused by the chat template: .*of the {role}"):
-        chat_tokens(tokenizer_with("../model_templates/qwen3"), row["messages"][:2], None, "here")
+        chat_tokens(tokenizer_with("model:qwen3"), row["messages"][:2], None, "here")
 
 
 @pytest.mark.parametrize(
@@ -355,4 +361,4 @@ def test_an_answer_of_fields_that_the_template_does_not_write_is_empty():
         reason = "empty: message 2, an answer to train on, is empty, and the chat template leaves out its "
         assert told == reason + ", ".join(fields)
     thought = {"messages": [CHAT[1], {**CHAT[2], "content": "", "reasoning_content": "Hm."}]}
-    assert "⟦<think>\nHm.\n</think>" in marked(thought, "../model_templates/qwen3")
+    assert "⟦<think>\nHm.\n</think>" in marked(thought, "model:qwen3")

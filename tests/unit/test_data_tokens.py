@@ -149,7 +149,7 @@ def test_template_that_ends_with_a_token_of_its_own():
     template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}<bos>{% endfor %}"
     template += "{{ '(assistant)' if add_generation_prompt else eos_token }}"
     trained = trained_text({"messages": CHAT}, make_tokenizer(template))
-    assert trained == "Hello!<bos>Ciao, é.<bos><eos>"
+    assert trained == "Hello!<bos>Ciao, é.<bos>"  # at which generation stops, as it ends earlier answers
 
 
 def test_turns_that_cannot_be_told_apart_are_refused_not_trained_on():

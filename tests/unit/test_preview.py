@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.lines import broken_pipe, write_lines
+from tests.helpers.model_templates import model_template
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -20,11 +21,10 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instruct_name
-from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_thoughts, check_turns_as_text
+from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_turns_as_text
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
-MODEL_TEMPLATES = Path(__file__).parents[1] / "helpers" / "model_templates"
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello!"}]},
     {"prompt": "2+2=", "completion": "4"},
@@ -218,7 +218,7 @@ def test_answers_that_do_not_begin_as_the_prompt_for_them_are_told(
     tmp_path: Path, template: str, answer: str, told: str | None
 ):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (MODEL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = model_template(template)
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": [ROWS[0]["messages"][0], {"role": "assistant", "content": answer}]}))
     notes = check_prompt(tokenizer, DataSpec.of(Config(data=DataConfig(path=str(file)))))
@@ -228,26 +228,10 @@ def test_answers_that_do_not_begin_as_the_prompt_for_them_are_told(
     assert check_prompt(tokenizer, DataSpec.of(Config(data=DataConfig(path=str(file))))) == []
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
-def test_thoughts_that_the_template_leaves_out_are_told(tmp_path: Path, field: str):
-    answer = {"role": "assistant", "content": "Hello!", field: "A greeting."}
-    rows = [{"messages": [{"role": "user", "content": "hi"}, answer]}]
-    config = Config(data=DataConfig(path=str(write_lines(tmp_path / "rows.jsonl", rows))))
-    tokenizer = byte_tokenizer()
-    for template, is_told in (("phi_4", True), ("qwen3", False)):
-        tokenizer.chat_template = (MODEL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
-        notes = check_thoughts(tokenizer, DataSpec.of(config))
-        assert len(notes) == is_told
-        assert not notes or f"leaves out {field}, the thoughts of an answer" in notes[0]
-    write_lines(tmp_path / "rows.jsonl", [{"messages": [rows[0]["messages"][0], {**answer, field: None}]}])
-    tokenizer.chat_template = (MODEL_TEMPLATES / "phi_4.jinja").read_text(encoding="utf-8")
-    assert check_thoughts(tokenizer, DataSpec.of(config)) == []
-
-
 def test_the_date_of_tokenizing_is_told_where_the_template_writes_it(tmp_path: Path):
     """It stays in the tokenized rows, which later runs take from the cache."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (MODEL_TEMPLATES / "mistral_v7_tekken.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = model_template("mistral_v7_tekken")
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello!"}]
     data = DataConfig(path=str(write_lines(tmp_path / "rows.jsonl", [{"messages": said}])))
     (note,) = check_date(tokenizer, DataSpec.of(Config(data=data)))

@@ -21,6 +21,8 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.text import plural
+from qlora_fsdp.data.chats.told import TOLD
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
 from qlora_fsdp.data.stop_tokens import stop_ids
@@ -124,8 +126,9 @@ class Entry:
         whole, counter = self.whole, ProblemCounter(deepcopy(self.counted))
         flat = FlatRows(whole.tokens, whole.is_target, whole.starts, whole.num_targets, whole.flags)
         pieces = cut_rows(flat, settings)
+        told = tuple(self._tell())
         if pieces is None:
-            return whole, replace(self.report, problems=counter.problems())
+            return whole, replace(self.report, problems=counter.problems(), told=told)
         rows = TokenizedRows(
             whole.tokens,
             whole.is_target,
@@ -139,8 +142,18 @@ class Entry:
         )
         self._count(counter, pieces)
         num_rows, num_tokens = len(pieces.rows), int(rows.lengths.sum())
-        report = replace(self.report, num_used_rows=num_rows, num_tokens=num_tokens, problems=counter.problems())
+        problems = counter.problems()
+        report = replace(self.report, num_used_rows=num_rows, num_tokens=num_tokens, problems=problems, told=told)
         return rows, report
+
+    def _tell(self) -> Iterator[str]:
+        """Yields what the model learns otherwise than the data says, each with the number of rows and the first."""
+        for flag, text in TOLD.items():
+            rows = np.flatnonzero(self.whole.flags & flag)
+            if len(rows):
+                places = [place for place, _ in _read_places(self.folder / PLACES, rows[:NUM_EXAMPLES])]
+                more = ", ..." if len(rows) > NUM_EXAMPLES else ""
+                yield f"{plural(len(rows), 'row')} used: {text} ({', '.join(places)}{more})"
 
     def _count(self, counter: ProblemCounter, pieces: Pieces) -> None:
         for problem in pieces.problems:

@@ -85,6 +85,7 @@ class ReadReport:
             tokens.
         repeated: which data sets a stream read over and over. It is not stored either.
         unused: the columns that the first row, or the table, has besides those that are used.
+        told: what the model learns otherwise than the data says (`chats.told`). It is counted anew from the tokens.
     """
 
     path: str
@@ -97,11 +98,14 @@ class ReadReport:
     skipped: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         unused = f"; columns that are not used: {', '.join(self.unused)}" if self.unused else ""
         lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used{unused}"]
-        return "\n".join([*lines, *(f"  {line}" for line in (*self.repeated, *self.skipped, *self.problems))])
+        return "\n".join(
+            [*lines, *(f"  {line}" for line in (*self.repeated, *self.skipped, *self.problems, *self.told))]
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,7 +114,7 @@ class ReadReport:
     def from_json(cls, value: dict[str, Any]) -> ReadReport:
         problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
         unused = tuple(value.get("unused", ()))
-        return cls(**{**value, "problems": problems, "skipped": (), "repeated": (), "unused": unused})
+        return cls(**{**value, "problems": problems, "skipped": (), "repeated": (), "told": (), "unused": unused})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class FlatRows:
         is_target: bool [num_tokens]; False for the first token of each row, because nothing predicts it.
         starts: int64 [num_rows + 1], where rows begin.
         num_targets: int32 [num_rows], or as many as count of them.
-        flags: uint8 [num_rows], of the above.
+        flags: uint8 [num_rows], of the above and of `chats.told`.
     """
 
     tokens: NDArray[np.int32]

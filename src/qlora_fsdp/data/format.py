@@ -33,12 +33,14 @@ class FormattedRow:
         spans: the characters that are trained on.
         is_chat: the chat template wrote the begin and end tokens. Otherwise they are added around the text.
         may_split: a row longer than training.max_length may become several rows, as it has no answer to keep together.
+        told: the flags of what is to be told of it (`chats.told`).
     """
 
     text: str
     spans: tuple[Span, ...]
     is_chat: bool = False
     may_split: bool = False
+    told: int = 0
 
 
 def format_row(
@@ -53,9 +55,9 @@ def format_row(
     """
     match form:
         case DataFormat.messages:
-            text, spans = format_messages(row["messages"], row.get("tools"), loss_on, tokenizer)
+            text, spans, told = format_messages(row["messages"], row.get("tools"), loss_on, tokenizer)
             check_words(read_conversation(row["messages"], row.get("tools"), tokenizer), text)
-            return FormattedRow(text, spans, is_chat=True)
+            return FormattedRow(text, spans, is_chat=True, told=told)
         case DataFormat.text:
             return FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)
         case DataFormat.prompt_completion:

@@ -20,6 +20,7 @@ from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation
+from qlora_fsdp.data.chats.told import find_thoughts
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.message import as_template_sees
 from qlora_fsdp.data.read import training_paths
@@ -27,7 +28,6 @@ from qlora_fsdp.data.row import BadRow, add_system_prompt, holds_turns
 from qlora_fsdp.data.tokenizer import with_template
 
 _DATE = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")  # transformers' function, with the date's format
-REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that templates have for its thoughts
 MORE_LETTERS = 8  # of an answer are shown, after as many as the prompt for it has
 
 
@@ -41,7 +41,6 @@ def note_mistakes(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[st
         *check_markers(tokenizer, spec),
         *check_end_token(tokenizer, spec),
         *check_prompt(tokenizer, spec),
-        *check_thoughts(tokenizer, spec),
         *check_date(tokenizer, spec),
         *check_system_prompt(spec),
         *check_turns_as_text(spec),
@@ -56,7 +55,8 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str
     if tokenizer.chat_template is None or not spec.task.is_causal or spec.settings.format is DataFormat.random:
         return []
     tokenizer = with_template(tokenizer, _first_data(spec))
-    if _differ(tokenizer, [USER, ASSISTANT], None) is None:
+    thinking = {**ASSISTANT, "reasoning_content": "thoughts"}
+    if all(_differ(tokenizer, [USER, answer], None) is None for answer in (ASSISTANT, thinking)):
         return []  # as with nearly every template; no row need be read
     row = _first_conversation(spec)
     messages = [as_template_sees(message) for message in row.get("messages", [])]
@@ -65,33 +65,13 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str
     if differing is None:
         return []
     header, answer, whole = differing
-    thoughts = _find_thoughts(messages[answers[0]])
+    thoughts = find_thoughts(messages[answers[0]])
     left_out = ", without its thoughts" if thoughts not in whole else ""
     return [
         f"the chat template's prompt for an answer is {_show(header)}, and it writes the first answer of the data as "
         f"{_show(answer[: len(header) + MORE_LETTERS])}{left_out}. So chat, generate and servers ask for what is not "
         "trained on. Set data.chat_template to a copy in which both begin alike; it is saved with the "
         "adapter."
-    ]
-
-
-def check_thoughts(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
-    """Returns a note if the chat template leaves out the thoughts that the first conversation's last answer has.
-
-    They stand in a field of their own beside the words, which many templates do not know.
-    """
-    row = _first_conversation(spec) if _is_at_hand(spec) else {}
-    answer = row["messages"][-1] if row else {}
-    field = next((key for key in REASONING if answer.get(key)), None)
-    if field is None or answer["role"] != "assistant":
-        return []
-    text = _write(row, with_template(tokenizer, _first_data(spec)))
-    if text is None or str(answer[field]).strip() in text:
-        return []
-    return [
-        f"the chat template leaves out {field}, the thoughts of an answer, in the first conversation of the data, so "
-        "answers are trained on without them. To train on thoughts set data.chat_template to one that writes them; it "
-        "is saved with the adapter."
     ]
 
 
@@ -185,13 +165,6 @@ def _differ(
     if text.startswith(prompt) or not (text.startswith(before) and prompt.startswith(before)):
         return None
     return prompt[len(before) :], text[len(before) :], text
-
-
-def _find_thoughts(message: dict[str, Any]) -> str:
-    """The thoughts of an answer, which stand in a field of their own or before its words; empty if it has none."""
-    field = next((message[key] for key in REASONING if message.get(key)), None)
-    said = str(message.get("content")).rpartition("</think>")[0].rpartition("<think>")[2]
-    return str(field or said).strip()
 
 
 def _show(text: str) -> str:

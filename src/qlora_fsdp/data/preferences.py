@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.chats.rendered_turn import num_common
+from qlora_fsdp.data.chats.turns import num_common
 from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, NOT_TEXT, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE
 from qlora_fsdp.data.format import format_row

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chats.template import Span
+from qlora_fsdp.data.chats.turns import ends_of
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.parse import parse_row
@@ -32,7 +33,7 @@ COLUMNS = (
     "tokens",  # empty: the row is left out
     "is_target",
     "labels",  # of a row, or of its targets; see data.labels
-    "flags",  # see data.cut
+    "flags",  # see data.cut and data.chats.told
 )
 # Of a text with more characters than LONG_TEXT, and than LONG_TOKEN for each token that may be kept, a beginning alone
 # is tokenized.
@@ -44,8 +45,8 @@ LONG_TOKEN = 16
 class RowTokenizer:
     """Checks, formats and tokenizes batches of raw rows.
 
-    The end token stands exactly once after what is no chat, and so do the tokens before it that the tokenizer adds by
-    itself, such as a begin token. In a chat the template decides.
+    The end token stands exactly once after what is no chat, unless that ends with a stop token itself, and so do the
+    tokens before it that the tokenizer adds by itself, such as a begin token. In a chat the template decides.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -78,7 +79,8 @@ class RowTokenizer:
         encoded = self.encode([row for _, row in formatted])
         for (place, row), (row_tokens, detail) in zip(formatted, encoded, strict=True):
             problem = "" if len(row_tokens[0]) else NO_TARGET
-            add_row(out, place, problem, detail, row_tokens, flags=MAY_SPLIT if row.may_split else 0)
+            flags = row.told | (MAY_SPLIT if row.may_split else 0)
+            add_row(out, place, problem, detail, row_tokens, flags=flags)
         return out
 
     def encode(self, rows: list[FormattedRow]) -> Iterator[tuple[TokenRow, str]]:
@@ -97,13 +99,15 @@ class RowTokenizer:
             verbose=False,
         )
         begin, eos = begin_tokens(self.tokenizer), self.tokenizer.eos_token_id
+        ends = () if all(row.is_chat for row in rows) else ends_of(self.tokenizer)
         for row, text, ids, encoding in zip(rows, texts, encoded["input_ids"], encoded.encodings, strict=True):
             tokens = np.array(ids, dtype=np.int32)
             is_target = find_targets(encoding, row.spans)
             if not row.is_chat and ids[: len(begin)] != begin:
                 tokens = np.concatenate([np.array(begin, dtype=np.int32), tokens])
                 is_target = np.concatenate([np.zeros(len(begin), dtype=bool), is_target])
-            if not row.is_chat and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
+            needs_end = not row.is_chat and not (ends and row.text.rstrip().endswith(ends))
+            if needs_end and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
                 tokens, is_target = np.append(tokens, np.int32(eos)), np.append(is_target, True)
             is_target[:1] = False  # nothing stands before the first token to predict it from
             if len(tokens) > self.max_length and not (row.may_split and keeps_all):

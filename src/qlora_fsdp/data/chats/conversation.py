@@ -11,19 +11,18 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chats.calls import write_calls
 from qlora_fsdp.data.chats.markers import explain_no_template
-from qlora_fsdp.data.chats.stops import end_turns
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, has_generation_marks
-from qlora_fsdp.data.chats.turn_kinds import can_trace
-from qlora_fsdp.data.chats.turns import find_turns
-from qlora_fsdp.data.chats.written import check_fields, check_written
+from qlora_fsdp.data.chats.told import find_told
+from qlora_fsdp.data.chats.turns import can_trace, find_turns
+from qlora_fsdp.data.chats.written import check_fields, check_last_answer, check_written
 from qlora_fsdp.data.message import as_template_sees, is_trained
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, BadRow
 
 
 def format_messages(
     messages: list[dict[str, Any]], tools: Any, loss_on: LossOn, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, tuple[Span, ...]]:
-    """The text of a conversation, and the characters of it that are trained on.
+) -> tuple[str, tuple[Span, ...], int]:
+    """The text of a conversation, the characters of it that are trained on, and the flags of `told`.
 
     Raises:
         BadRow: the chat template refuses it or leaves some of it out, or its assistant turns can't be told from the
@@ -44,12 +43,17 @@ def format_messages(
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
     check_written(conversation, text, trace)
     if loss_on is LossOn.all:
-        return text, ((0, len(text)),)
+        return text, ((0, len(text)),), 0
     check_fields(conversation, text, trained)
     if has_marks:
-        return text, tuple(_choose_marks(marks, messages, trained))
-    text, spans = end_turns(conversation, text, find_turns(conversation, text, trace, trained))
-    return text, tuple(spans)
+        spans = _choose_marks(marks, messages, trained)
+    else:
+        try:
+            text, spans = find_turns(conversation, text, trace, trained)
+        except BadRow:
+            check_last_answer(conversation, text)  # which says more
+            raise
+    return text, tuple(spans), find_told(conversation, text, spans, trained)
 
 
 def read_conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: PreTrainedTokenizerBase) -> Conversation:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import count
 from typing import Any
 
 from jinja2 import Template, TemplateError, UndefinedError, nodes
@@ -25,7 +25,7 @@ RENDER_SECONDS = 30.0  # of processor time; honest templates take milliseconds
 RENDER_BYTES = 2**32
 MAX_CHARACTERS = 2**27
 ANOTHER = "Set data.chat_template to another."
-BEGIN, END, MARK = "_begin_message", "_end_message", "_mark"
+BEGIN, TAKE, END, MARK = "_begin_body", "_take_message", "_end_body", "_mark"
 MAX_WORD = 40  # characters; longer texts are instructions, for which no template looks
 _MARKUP = re.compile(r"[<>\[\]{}|]")
 
@@ -66,13 +66,14 @@ class Trace:
 
     Attributes:
         text: the same as the template gives without tracing.
-        parts: for each message the part of the text that it gave. A message that the template does not write in one
-            piece of one loop is missing.
+        parts: for each message the pieces of the text that it gave, in their order: one as a rule. Where a template
+            writes the answers of tools within the message that called them, these divide it. A message that is
+            written in no loop over the messages is missing.
         marks: what the template marks by {% generation %}.
     """
 
     text: str
-    parts: dict[int, Span]
+    parts: dict[int, list[Span]]
     marks: list[Span]
 
 
@@ -135,8 +136,9 @@ class Conversation:
         """Renders the whole conversation once, and notes where each part of the text comes from.
 
         Templates write messages in a loop. Here every loop calls a function where its body begins and where it ends,
-        and the function notes how long the text is by then. So do {% generation %} marks, which transformers finds by
-        joining all text before each of them, in time that is quadratic in their number.
+        and where the body takes a message by its number (`{% set message = messages[i] %}`), and the function notes
+        how long the text is by then. So do {% generation %} marks, which transformers finds by joining all text before
+        each of them, in time that is quadratic in their number.
 
         Raises:
             Exception: of any type; templates compute, and their sandbox lets errors through.
@@ -145,12 +147,11 @@ class Conversation:
         numbers = {id(message): number for number, message in enumerate(messages)}
         blocks: list[str] = []
         marks: list[Span] = []
-        events: list[tuple[str, int, int]] = []  # begin or end, the message, the length of the text by then
+        sources = _Sources()
         length = 0
 
-        def note(event: str, item: Any) -> str:
-            if id(item) in numbers:
-                events.append((event, numbers[id(item)], length))
+        def note(event: str, loop: int, item: Any = None) -> str:
+            sources.note(event, loop, numbers.get(id(item)), length)
             return ""
 
         def mark(caller: Callable[[], str]) -> str:
@@ -159,14 +160,15 @@ class Conversation:
             return marked
 
         variables = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
-        calls = {BEGIN: partial(note, BEGIN), END: partial(note, END), MARK: mark}
+        calls = {event: partial(note, event) for event in (BEGIN, TAKE, END)} | {MARK: mark}
         with limited_rendering():
             for block in _compile(self.template).generate({**self.tokenizer.special_tokens_map, **variables, **calls}):
                 blocks.append(block)
                 length += len(block)
         text = "".join(blocks)
         check_length(text)
-        return Trace(text, _whole_parts(events), marks)
+        sources.end(length)
+        return Trace(text, sources.parts, marks)
 
 
 def _find_unusual(messages: list[dict[str, Any]]) -> str:
@@ -186,14 +188,42 @@ def has_generation_marks(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
-def _whole_parts(events: list[tuple[str, int, int]]) -> dict[int, Span]:
-    """The parts of the text by the message that gave them, of messages that gave one whole part."""
-    parts: dict[int, list[Span]] = {}
-    for (event, number, start), (next_event, next_number, end) in pairwise(events):
-        if event == BEGIN and end > start:
-            is_whole = next_event == END and next_number == number
-            parts.setdefault(number, []).extend([(start, end)] if is_whole else [(-1, -1), (-1, -1)])
-    return {number: found[0] for number, found in parts.items() if len(found) == 1}
+class _Sources:
+    """Which message the text comes from, by the events of a render.
+
+    The bodies of loops lie within one another. Text belongs to the message of the innermost of them that has one.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list[Span]] = {}
+        self._open: list[tuple[int, int, bool]] = []  # of each open body: the loop, the message, whether it was taken
+        self._length = 0
+
+    def note(self, event: str, loop: int, number: int | None, length: int) -> None:
+        """An event of a loop, with the message of it or None, at a length of the text."""
+        if event == TAKE:
+            is_another = number is not None and bool(self._open) and self._open[-1][0] == loop
+            if number is None or (is_another and not self._open[-1][2]):  # a look at a neighbour
+                return
+        self._add_text(length)
+        while any(opened == loop for opened, _, _ in self._open):  # {% continue %} may have left the body
+            self._open.pop()
+        if number is not None and event != END:
+            self._open.append((loop, number, event == TAKE))
+
+    def end(self, length: int) -> None:
+        """The end of the text."""
+        self._add_text(length)
+
+    def _add_text(self, length: int) -> None:
+        """The text since the last event, up to a length."""
+        start, self._length = self._length, length
+        if not self._open or length == start:
+            return
+        pieces = self.parts.setdefault(self._open[-1][1], [])
+        if pieces and pieces[-1][1] == start:
+            start, _ = pieces.pop()
+        pieces.append((start, length))
 
 
 @lru_cache(maxsize=8)
@@ -201,9 +231,7 @@ def _compile(source: str) -> Template:
     """The template with calls where the body of each loop begins and ends, and in the place of {% generation %}."""
     environment = chat_template_utils._compile_jinja_template(source).environment
     tree = environment.parse(source)
-    for loop in list(tree.find_all(nodes.For)):
-        if isinstance(loop.target, nodes.Name):
-            loop.body = [_write(_call(BEGIN, loop.target.name)), *loop.body, _write(_call(END, loop.target.name))]
+    tree.body = _tell_messages(tree.body, None, count())
     for block in tree.find_all(nodes.CallBlock):
         if isinstance(block.call.node, nodes.ExtensionAttribute):  # the one that transformers adds
             block.call = _call(MARK)
@@ -228,8 +256,41 @@ def find_words(source: str) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, words))) if words else None
 
 
-def _call(function: str, *arguments: str) -> nodes.Call:
-    return nodes.Call(nodes.Name(function, "load"), [nodes.Name(name, "load") for name in arguments], [], None, None)
+def _tell_messages(body: list[nodes.Node], loop: int | None, numbers: Iterator[int]) -> list[nodes.Node]:
+    """A template's statements with calls that tell which item of a loop is written.
+
+    Args:
+        body: the statements.
+        loop: the number of the innermost loop that they are in; None: they are in none.
+        numbers: of the loops within them.
+    """
+    told: list[nodes.Node] = []
+    for node in body:
+        told.append(node)
+        if isinstance(node, nodes.For):
+            number = next(numbers)
+            begin = _call(BEGIN, number, node.target if isinstance(node.target, nodes.Name) else None)
+            node.body = [_write(begin), *_tell_messages(node.body, number, numbers), _write(_call(END, number))]
+            told.append(_write(_call(END, number)))  # also where {% break %} left it
+            continue
+        for name in ("body", "else_"):
+            if isinstance(getattr(node, name, None), list):
+                inner = None if isinstance(node, nodes.Macro) else loop
+                setattr(node, name, _tell_messages(getattr(node, name), inner, numbers))
+        for branch in getattr(node, "elif_", []):
+            branch.body = _tell_messages(branch.body, loop, numbers)
+        if loop is None or not isinstance(node, nodes.Assign) or not isinstance(node.node, nodes.Getitem):
+            continue
+        if isinstance(node.target, nodes.Name):
+            told.append(_write(_call(TAKE, loop, node.target)))
+    return told
+
+
+def _call(function: str, number: int | None = None, variable: nodes.Name | None = None) -> nodes.Call:
+    arguments: list[nodes.Expr] = [] if number is None else [nodes.Const(number)]
+    if variable is not None:
+        arguments.append(nodes.Name(variable.name, "load"))
+    return nodes.Call(nodes.Name(function, "load"), arguments, [], None, None)
 
 
 def _write(call: nodes.Call) -> nodes.Output:

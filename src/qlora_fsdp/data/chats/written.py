@@ -74,6 +74,21 @@ def check_words(conversation: Conversation, text: str) -> None:
         raise BadRow(REFUSED, f"it leaves out {_words(number, role)}; {ANOTHER} has it")
 
 
+def check_last_answer(conversation: Conversation, text: str) -> None:
+    """Refuses a conversation of whose last message, an answer, the template writes nothing.
+
+    Raises:
+        BadRow: it is so.
+    """
+    number = len(conversation.messages) - 1
+    message = conversation.messages[number]
+    content = message.get("content")
+    if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(content, str):
+        return
+    if _last_line(content) not in text and _leaves_out_words(conversation, text, number):
+        raise BadRow(REFUSED, f"it leaves out {_words(number, 'assistant')}; {ANOTHER} has it")
+
+
 def check_fields(conversation: Conversation, text: str, trained: list[bool]) -> None:
     """Refuses an answer to train on that is nothing but fields that the template does not write, such as thoughts.
 
@@ -158,11 +173,11 @@ def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> 
 
 def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
     """Whether the text that a message gave has the name of the one function it calls, which the call alone gives."""
-    message, part = conversation.messages[number], trace.parts.get(number)
+    message, pieces = conversation.messages[number], trace.parts.get(number, [])
     name = called_name(message)
-    if part is None or name is None or len(message["tool_calls"]) > 1:
+    if not pieces or name is None or len(message["tool_calls"]) > 1:
         return False
-    rest = trace.text[part[0] : part[1]]
+    rest = "".join(trace.text[start:end] for start, end in pieces)
     for said in (str(value).strip() for key, value in message.items() if key != "tool_calls"):
         if name in said and said not in rest:
             return False
