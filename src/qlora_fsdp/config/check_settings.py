@@ -16,8 +16,7 @@ from qlora_fsdp.common.text import is_whole, plural
 from qlora_fsdp.config.batch_size import nearest_batch, round_default, sequences_at_once
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
-from qlora_fsdp.config.check_preference import check_preference
-from qlora_fsdp.config.check_task import check_task
+from qlora_fsdp.config.check_task import check_preference, check_task
 from qlora_fsdp.config.check_training import check_training
 from qlora_fsdp.config.schema import (
     AttnImplementation,

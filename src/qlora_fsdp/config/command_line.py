@@ -1,4 +1,4 @@
-"""The options of the command line, the folders with YAML, and the page that `--help` prints.
+"""The options of the command line, words that look mistyped, the folders with YAML, and the page that `--help` prints.
 
 Imports neither Hydra nor torch.
 """
@@ -6,7 +6,8 @@ Imports neither Hydra nor torch.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill, shorten
@@ -16,8 +17,7 @@ import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.shipped import shipped_file
-from qlora_fsdp.config.mistyped import find_mistyped
-from qlora_fsdp.config.settings import all_settings, show
+from qlora_fsdp.config.settings import all_settings, nearest_settings, show
 
 _WIDTH = 118
 _USAGE = "qlora-fsdp train [group=option ...] [setting=value ...]"
@@ -148,3 +148,64 @@ def _wrap(start: str, words: Sequence[str]) -> str:
     """Words behind `start`, in lines that stand below one another."""
     indented = " " * len(start)
     return fill("  ".join(words), _WIDTH, initial_indent=start, subsequent_indent=indented, break_on_hyphens=False)
+
+
+FLAGS = ("-h", "--help", "-m", "--multirun")
+WITH_VALUE = ("--cfg", "--config", "--config-dir")
+# Options of Hydra's own commands, and what takes their place.
+OF_HYDRA = {
+    **dict.fromkeys(("cn", "config_name"), "--config FILE.yaml"),
+    **dict.fromkeys(("cp", "config_path"), "--config-dir FOLDER"),
+}
+
+
+def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Problem]:
+    """Yields a problem for each word that looks like a setting and is not written as one."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in WITH_VALUE:
+            words[:1] = []
+        elif word in FLAGS or word.startswith(tuple(f"{option}=" for option in WITH_VALUE)):
+            continue
+        elif word.startswith("-"):
+            yield _with_dashes(word, words, groups)
+        elif spaced := _take_spaced(word, words):
+            reason = "has spaces around the equals sign, which make it several words."
+            yield Problem(" ".join(spaced), reason, f"Write {''.join(spaced)}.")
+        elif re.fullmatch(r"\+*[\w.]+=", word):
+            key = word.lstrip("+")[:-1]
+            yield Problem(word, "has no value.", f"Write {key}=VALUE, or leave it out.", setting=key)
+        elif "=" not in word and word in all_settings():
+            yield Problem(word, "has no value.", f"Write {word}=VALUE.", setting=word)
+
+
+def _take_spaced(word: str, words: list[str]) -> list[str]:
+    """The words of `key = value`, `key= value` or `key =value`, which are taken out of `words`; else empty."""
+    following = words[0] if words else ""
+    if "=" not in word and following == "=":
+        taken = 2 if len(words) > 1 else 1
+    elif ("=" not in word and re.match(r"=.", following)) or (
+        re.fullmatch(r"[\w.]+=", word) and following and not re.match(r"-|[\w./]+=", following)
+    ):
+        taken = 1
+    else:
+        return []
+    spaced = [word, *words[:taken]]
+    del words[:taken]
+    return spaced
+
+
+def _with_dashes(word: str, words: list[str], groups: Collection[str]) -> Problem:
+    """`--model tiny`, `--lr=1e-4` or `-model=tiny`, whose value is taken out of `words`."""
+    typed, (name, equals, value) = word, word.lstrip("-").partition("=")
+    if not equals and words and "=" not in words[0] and not re.match(r"-\D", words[0]):
+        value = words.pop(0)
+        typed += f" {value}"
+    name = name.replace("-", "_")
+    if name in OF_HYDRA:
+        return Problem(typed, "is no option here.", f"Write {OF_HYDRA[name]}.")
+    known = [name] if name in groups or name in all_settings() else nearest_settings(name)
+    keys = " or ".join(f"{key}={value or 'VALUE'}" for key in known or [name])
+    fix = f"Write {keys}." if known else f"Write {keys} if that is a setting; --help lists the options."
+    return Problem(typed, "is no option: settings are written without dashes and with an equals sign.", fix)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
-from qlora_fsdp.config.mistyped import WITH_VALUE
+from qlora_fsdp.config.command_line import WITH_VALUE, conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import all_settings
 
 WITHOUT_SETTINGS = ("status", "report", "doctor", "schema", "completion")
