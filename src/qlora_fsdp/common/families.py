@@ -40,6 +40,3 @@ LIGER_KERNELS = {
     "qwen3_next": _WITHOUT_ROTARY,
     "smollm3": _ALL,
 }
-
-# Multimodal models whose text part is one of the above: transformers builds them whole, and the text part is trained.
-MULTIMODAL_FAMILIES = ("gemma3", "mistral3")

@@ -18,6 +18,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -27,7 +29,6 @@ from transformers import (
 )
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format
@@ -190,8 +191,9 @@ def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> di
 def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSettings) -> PreTrainedModel:
     """An instance of transformers' class for this config and task. Its parameters are on meta, its buffers are real."""
     auto_class = AUTO_CLASSES[settings.task.name]
-    if auto_class is AutoModelForCausalLM and config.model_type in MULTIMODAL_FAMILIES:
-        auto_class = AutoModelForImageTextToText  # Gemma 3 is in both, Mistral 3 only here
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if auto_class is AutoModelForCausalLM and not is_causal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto_class = AutoModelForImageTextToText  # the only class that transformers has for its text
     try:
         with init_empty_weights(include_buffers=False), _NothingOnMeta():
             model: PreTrainedModel = auto_class.from_config(
