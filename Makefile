@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUDIT := .audit
+SERVING := .serving
 # Test files at a time: two, whose ranks keep two cores busy. On GPUs one, as their tests use all that there are.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
 # Left to Python, which compiles a module when it is first imported: most of these never are
@@ -12,7 +13,7 @@ NOT_COMPILED = 'site-packages/(?!(numpy|peft|scipy|sympy|torch|transformers)/)|/
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat demo-preference test test-all versions pins propose audit lint types format clean
+.PHONY: help setup demo demo-chat demo-preference test test-all test-serving versions pins propose audit lint types format clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -51,6 +52,10 @@ test: $(STAMP)  ## Run the tests but the slowest (some of them: make test ARGS="
 test-all: $(STAMP)  ## Run all tests, the slowest too: in one session, where these use again what others have made
 	@$(PYTEST) $(ARGS)
 
+test-serving: $(STAMP)  ## Serve trained adapters with vLLM on the CPU, in an environment of its own (a minute and 3 GB the first time)
+	@test -f $(SERVING)/.installed || scripts/install_vllm.sh $(SERVING) $(BIN)/python
+	@$(BIN)/python -m pytest -q -n 0 -rs --durations 5 tests/serving $(ARGS)
+
 versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)
 	@$(BIN)/python scripts/check_versions.py
 
@@ -77,4 +82,4 @@ format: $(STAMP)  ## Fix style
 	@$(BIN)/ruff format .
 
 clean:  ## Delete .venv, caches and build output; keeps outputs/, the runs
-	@rm -rf $(VENV) $(AUDIT) dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(AUDIT) $(SERVING) dist .pytest_cache .mypy_cache .ruff_cache

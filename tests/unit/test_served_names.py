@@ -168,6 +168,16 @@ def test_it_is_said_which_adapter_is_whose(
     assert f"For PEFT and qlora-fsdp is {trained / 'adapter'}." in told
 
 
+@pytest.mark.parametrize("case", ["qwen3_5"])
+def test_an_export_in_use_here_is_told(made: Callable[[str], Made], case: str, capsys: pytest.CaptureFixture[str]):
+    exported = made(case).exported
+    base = f"model.path={made(case).base}"
+    assert generate.main([f"adapter={exported}", base, "model.tokenizer_path=bytes", "prompt=a"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "calls layers as other files or classes of the model do" in told
+    assert "Set adapter to the adapter that it was written from." in told
+
+
 def test_a_layer_that_is_a_part_of_a_tensor_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """HRM's files have query, key, value and a gate in one tensor, and its model has four layers."""
     config = AutoConfig.for_model("hrm_text", **SHAPE, head_dim=16)

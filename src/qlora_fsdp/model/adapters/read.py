@@ -178,6 +178,15 @@ class SavedAdapter:
                 f"of a layer have one here. Set {self.setting} to the adapter that it was written from. If it comes "
                 "from elsewhere, load it by PeftModel.from_pretrained and save it again: that joins them."
             )
+        missing = shapes.keys() - found.keys()
+        if left_over and {_within_stack(key) for key in left_over} == {_within_stack(key) for key in missing}:
+            key = min(left_over)
+            own = next(name for name in sorted(missing) if _within_stack(name) == _within_stack(key))
+            raise AdapterError(
+                f"{self} calls layers as other files or classes of the model do ({key.removeprefix(PREFIX)} for "
+                f"{own.removeprefix(PREFIX)}); `merge write=adapter` writes such names for vLLM. Set {self.setting} to "
+                "the adapter that it was written from."
+            )
 
     def check_values(self, processes: Processes) -> None:
         """Look for NaN and infinite values in an adapter that passed `check`. Each rank reads its share.
@@ -231,6 +240,12 @@ class SavedAdapter:
                 if key.removeprefix(PREFIX).removesuffix(WEIGHT) in names:
                     first, last = local_rows(param)
                     local_tensor(param).copy_(file.get_slice(whole_keys(stored, key)["whole"])[first:last])
+
+
+def _within_stack(key: str) -> str:
+    """A key from the list of transformer layers on: `layers.0.self_attn.q_proj.lora_A.weight`."""
+    start = key.find(".layers.")
+    return key if start < 0 else key[start:]
 
 
 def tokens_of_rows(trainable_token_indices: Any, key: str) -> list[int]:
