@@ -6,14 +6,17 @@ import torch
 from torch import nn
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
+from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.sharding.shard import place_model
 
 
 def test_fsdp_is_used_where_something_is_split_or_in_host_memory():
-    assert not FsdpConfig().uses_fsdp(num_shards=1)
-    assert not FsdpConfig(sharding_strategy=ShardingStrategy.NO_SHARD).uses_fsdp(num_shards=1)
-    assert FsdpConfig().uses_fsdp(num_shards=2)
-    assert FsdpConfig(cpu_offload=True).uses_fsdp(num_shards=1)
+    whole = FsdpConfig(sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert not ShardSpec.of(FsdpConfig(), 1, 1).uses_fsdp
+    assert not ShardSpec.of(whole, 2, 2).uses_fsdp
+    assert not ShardSpec.whole().uses_fsdp
+    assert ShardSpec.of(FsdpConfig(), 2, 2).uses_fsdp
+    assert ShardSpec.of(FsdpConfig(cpu_offload=True), 1, 1).uses_fsdp
 
 
 def test_tied_parameters_stay_one_when_they_get_memory():

@@ -10,6 +10,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import Config, DataFormat, Kernel, LossOn, ProblemType, TaskName
 from qlora_fsdp.config.settings import problem_with, show, value_of
+from qlora_fsdp.config.specs import TaskSpec
 
 
 def check_task(config: Config) -> Iterator[Problem]:
@@ -78,7 +79,7 @@ def _data(config: Config) -> Iterator[Problem]:
     """Find settings of data that don't go with comparing answers."""
     name = show("task.name", config.task.name)
     if config.data.format not in (DataFormat.auto, DataFormat.random):
-        keys = "prompt, chosen and rejected" if config.has_pairs else "prompt, completion and label"
+        keys = "prompt, chosen and rejected" if TaskSpec.of(config).has_pairs else "prompt, completion and label"
         reason = f"has no effect with {name}: rows have {keys}."
         yield problem_with(config, "data.format", reason, "Set data.format=auto.")
     if config.data.loss_on is not LossOn.completion:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing_extensions import Unpack
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage
-from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
+from qlora_fsdp.config.specs import BatchSpec, ModuleSpec, ShardSpec
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, Tensor, TracedModel
 
@@ -48,6 +48,11 @@ class Workload:
     def batch(self) -> BatchSpec:
         """A micro-batch of one rank."""
         return BatchSpec.of(self.config, self.micro_batch_size)
+
+    @cached_property
+    def shards(self) -> ShardSpec:
+        """How parameters are spread over the ranks."""
+        return ShardSpec.of(self.config.fsdp, self.num_ranks, self.local_num_ranks)
 
     @cached_property
     def parts(self) -> ModelParts:
@@ -102,7 +107,7 @@ class Workload:
     @property
     def num_shards(self) -> int:
         """Ranks among which every parameter is split."""
-        return self.config.fsdp.num_shards(self.num_ranks, self.local_num_ranks)
+        return self.shards.num_shards
 
     @property
     def num_groups(self) -> int:
@@ -112,7 +117,7 @@ class Workload:
     @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP takes part (sharding/shard.py). If not, nothing is gathered."""
-        return self.config.fsdp.uses_fsdp(self.num_shards)
+        return self.shards.uses_fsdp
 
     @property
     def holds_dequantized(self) -> bool:
@@ -122,8 +127,7 @@ class Workload:
     @property
     def reads_peers(self) -> bool:
         """Whether layers' codes are read from the other GPUs and not gathered by FSDP (sharding/peer_codes.py)."""
-        is_possible = self.config.fsdp.may_read_peers(self.num_ranks, self.local_num_ranks)
-        return self.is_cuda and self.can_read_peers and is_possible
+        return self.is_cuda and self.can_read_peers and self.shards.may_read_peers
 
     def read_codes(self, tensors: Iterable[Tensor]) -> list[int]:
         """Bytes of each whole tensor of codes that is read so, the largest first: those that split into equal parts."""

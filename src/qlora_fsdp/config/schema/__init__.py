@@ -144,44 +144,6 @@ class Config:
         self.written: dict[str, Any] = {}
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether a row of the data is a prompt with two answers, which stay together in a sequence."""
-        is_paired = self.task.name is TaskName.reward or self.preference.loss.is_paired
-        return self.task.compares_answers and is_paired
-
-    @property
     def is_padded(self) -> bool:
         """Whether each row is sure to be a sequence of its own; with training.packing=auto a trial decides later."""
         return self.training.packing is False or not self.task.is_causal
-
-    @property
-    def row_seed(self) -> int:
-        """The seed by which rows are chosen from data sets."""
-        return self.training.seed if self.data.seed is None else self.data.seed
-
-    @property
-    def sequence_length(self) -> int:
-        """Most tokens of a packed sequence: there is room for a whole pair."""
-        return self.training.max_length * (2 if self.has_pairs else 1)
-
-    @property
-    def slice_length(self) -> int:
-        """Most tokens of a sequence that one rank computes."""
-        return -(self.sequence_length // -self.distributed.num_slices)
-
-    @property
-    def num_extra_forwards(self) -> int:
-        """Forward passes of a micro-batch without a gradient, besides the one that is trained on.
-
-        The reference's, unless it is precomputed; and KTO's of mismatched answers, by the model and by the reference.
-        """
-        if self.task.name is not TaskName.preference:
-            return 0
-        in_step = int(self.computes_reference)
-        return in_step if self.has_pairs else 1 + 2 * in_step
-
-    @property
-    def computes_reference(self) -> bool:
-        """Whether each step computes the reference's log-probabilities of its answers."""
-        settings = self.preference
-        return self.task.name is TaskName.preference and settings.loss.needs_reference and not settings.precompute

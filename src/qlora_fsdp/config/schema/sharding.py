@@ -65,15 +65,6 @@ class FsdpConfig:
             case other:
                 assert_never(other)
 
-    def uses_fsdp(self, num_shards: int) -> bool:
-        """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
-        return num_shards > 1 or self.cpu_offload
-
-    def may_read_peers(self, num_ranks: int, local_num_ranks: int) -> bool:
-        """Whether all parts of a parameter are on GPUs of one host, which may read one another's memory."""
-        num_shards = self.num_shards(num_ranks, local_num_ranks)
-        return num_shards > 1 and local_num_ranks % num_shards == 0 and not self.cpu_offload
-
 
 class Activations(Enum):
     auto = "auto"
