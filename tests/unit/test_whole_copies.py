@@ -36,4 +36,4 @@ def test_whole_copies(
 
     processes: Any = SimpleNamespace(device=torch.device(device), max=maximum)
     assembled: Any = SimpleNamespace(model=model)
-    assert trained.fits_whole(assembled, load_config(settings), processes) is is_whole
+    assert trained.fits_whole(assembled, load_config(settings).fsdp.cpu_offload, processes) is is_whole
