@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_trained_on

@@ -13,8 +13,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem, UserError, print_error, refuse
-from qlora_fsdp.common.hub import find_cached_model
-from qlora_fsdp.common.hub_names import is_repo_name
+from qlora_fsdp.common.hub import find_cached_model, is_repo_name
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.adapter_config import adapter_problems
 from qlora_fsdp.config.commands import (
@@ -26,7 +25,7 @@ from qlora_fsdp.config.commands import (
 from qlora_fsdp.config.foreign_settings import read_base_model
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.start_adapter import may_be_same
-from qlora_fsdp.records.hub import push_adapter
+from qlora_fsdp.records.push import push_adapter
 from qlora_fsdp.runtime.run_command import log, log_to_stderr
 
 USAGE = """

@@ -22,8 +22,8 @@ from tests.helpers.ranks import StartedRanks
 
 from qlora_fsdp.data import workers
 from qlora_fsdp.doctor import __main__ as doctor
-from qlora_fsdp.doctor import gpus, host, software
-from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.doctor import gpus, host
+from qlora_fsdp.doctor.host import Finding
 from qlora_fsdp.runtime import host_memory
 
 ROOT = Path(__file__).parents[2]
@@ -96,24 +96,24 @@ def test_the_others_wait_for_the_checks_of_rank_0_while_it_lives(tmp_path: Path)
     ],
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str, advice: str):
-    newest = json.loads(software.VERSIONS.read_text())["tested"][-1]["versions"]
-    monkeypatch.setattr(software, "version", lambda package: installed if package == "torch" else newest[package])
-    (torch_finding,) = [finding for finding in software.check_versions() if finding.what == "torch"]
+    newest = json.loads(host.VERSIONS.read_text())["tested"][-1]["versions"]
+    monkeypatch.setattr(host, "version", lambda package: installed if package == "torch" else newest[package])
+    (torch_finding,) = [finding for finding in host.check_versions() if finding.what == "torch"]
     assert torch_finding.level == level and torch_finding.advice.startswith(advice)
 
 
 def test_a_combination_that_failed_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    table = json.loads(software.VERSIONS.read_text())
+    table = json.loads(host.VERSIONS.read_text())
     newest = table["tested"][-1]["versions"]
     bad = {"versions": {"torch": newest["torch"], "peft": newest["peft"].rpartition(".")[0]}, "reason": "losses differ"}
     (tmp_path / "versions.json").write_text(json.dumps(table | {"known_bad": [bad]}))
-    monkeypatch.setattr(software, "VERSIONS", tmp_path / "versions.json")
-    monkeypatch.setattr(software, "version", lambda package: newest[package])
-    (finding,) = [finding for finding in software.check_versions() if finding.level == "red"]
+    monkeypatch.setattr(host, "VERSIONS", tmp_path / "versions.json")
+    monkeypatch.setattr(host, "version", lambda package: newest[package])
+    (finding,) = [finding for finding in host.check_versions() if finding.level == "red"]
     assert finding.what == "combination" and "losses differ" in finding.found and newest["torch"] in finding.advice
     other = {package: "0.1" if package == "peft" else found for package, found in newest.items()}
-    monkeypatch.setattr(software, "version", lambda package: other[package])
-    assert "losses differ" not in str(list(software.check_versions()))
+    monkeypatch.setattr(host, "version", lambda package: other[package])
+    assert "losses differ" not in str(list(host.check_versions()))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_bytecode_that_is_not_kept_is_told(
 ):
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", dont_write)
-    (finding,) = software.check_bytecode()
+    (finding,) = host.check_bytecode()
     assert finding.level == "yellow" and finding.advice.startswith(advice)
     compiled = Path(cache_from_source(torch.__file__))
     compiled.parent.mkdir(parents=True)
     compiled.touch()
-    assert list(software.check_bytecode()) == []
+    assert list(host.check_bytecode()) == []
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -145,7 +145,7 @@ def test_the_library_of_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch, m
 
 def test_the_tested_versions_are_those_that_the_project_promises():
     """scripts/check_versions.py was run since the bounds changed."""
-    tested = {e["name"]: e["versions"] for e in json.loads(software.VERSIONS.read_text())["tested"]}
+    tested = {e["name"]: e["versions"] for e in json.loads(host.VERSIONS.read_text())["tested"]}
     pinned = re.findall(r'^([\w-]+)==([\w.]+)(?:$|; python_version >= "3.11")', CONSTRAINTS.read_text(), re.MULTILINE)
     lowest = dict(re.findall(r'^    "([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     for name in set(tested["oldest"]) - {"python"}:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.common.hub import hub_name
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, make_card, read_license
 

@@ -85,4 +85,6 @@ def _empty(folder: Path) -> None:
 def _system_error(error: BaseException) -> int | None:
     """The system's number of an error, also where a library in Rust has put it into the text."""
     found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found is not None else error.errno if isinstance(error, OSError) else None
+    if found is not None:
+        return int(found[1])
+    return error.errno if isinstance(error, OSError) else None

@@ -125,7 +125,8 @@ class Interrupted(UserError):
     """
 
     def __init__(self, number: int, detail: str = "") -> None:
-        self.number, self.detail = number, detail
+        self.number = number
+        self.detail = detail
         super().__init__(f"Interrupted by {signal.Signals(number).name}. {detail}".strip())
         self.exit_code = 128 + number
 
@@ -138,7 +139,8 @@ class StopNow(BaseException):
     """
 
     def __init__(self, number: int) -> None:
-        self.number, self.detail = number, ""
+        self.number = number
+        self.detail = ""
         super().__init__(number)
 
 

@@ -57,7 +57,8 @@ def stored_parts(
 
     if not is_4bit(quant_type):
         return {"codes": packed(in_features), "scales": StoredPart((out_features,), is_packed=False)}
-    codes, num_blocks = packed(in_features // 2), in_features // blocksize
+    codes = packed(in_features // 2)
+    num_blocks = in_features // blocksize
     if not double_quant:
         return {"codes": codes, "scales": StoredPart((out_features, num_blocks), is_packed=False)}
     num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)

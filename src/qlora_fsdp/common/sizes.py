@@ -47,7 +47,8 @@ def offload_buffer_bytes(num_bytes: int) -> int:
 LENGTH_MULTIPLE = 8
 # Padded sequences have one of some fifty lengths, as each needs a CUDA graph of its own: eight between two powers of
 # two, and no two nearer to each other than 1/512 of max_length. So of all but the shortest a ninth is padding at most.
-LENGTHS_AN_OCTAVE, MAX_STEPS = 8, 512
+LENGTHS_AN_OCTAVE = 8
+MAX_STEPS = 512
 
 
 def round_length(longest: int, max_length: int) -> int:
@@ -61,7 +62,8 @@ def num_lengths(max_length: int) -> int:
     """Returns how many lengths padded sequences may have."""
     length = number = 0
     while length < max_length:
-        length, number = round_length(length + 1, max_length), number + 1
+        length = round_length(length + 1, max_length)
+        number += 1
     return number
 
 

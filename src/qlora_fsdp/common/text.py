@@ -14,10 +14,14 @@ MAX_SHOWN = 400  # characters of each
 
 def format_table(rows: Sequence[dict[str, str]]) -> str:
     """Returns rows as aligned columns under their names. A column that is empty in every row is left out."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
-    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in names}
-    lines = ["  ".join(name.ljust(widths[name]) for name in names)]
-    lines += ["  ".join(row.get(name, "").ljust(widths[name]) for name in names) for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns: list[list[str]] = []
+    for name in names:
+        cells = [row.get(name, "") for row in rows]
+        if any(cells):
+            width = max(map(len, [name, *cells]))
+            columns.append([cell.ljust(width) for cell in [name, *cells]])
+    lines = ["  ".join(line) for line in zip(*columns, strict=True)]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from qlora_fsdp.common.errors import AdapterError, Problem
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_json_object
-from qlora_fsdp.common.hub_names import is_repo_name
+from qlora_fsdp.common.hub import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.adapter_tables import PREFIX, untrained_tables, whole_weights

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, Weights
 from qlora_fsdp.config.settings import example_of, problem_about, problem_with, show, value_of

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
-from qlora_fsdp.common.hub_names import loadable_name
+from qlora_fsdp.common.hub import loadable_name
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
 from qlora_fsdp.config.bounded_yaml import read_text
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.config.schema import DataConfig
 
 # Suffixes of the files that data/files/row_files.py reads.

@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.schema.former import FORMER
 from qlora_fsdp.config.settings import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import AdapterError, Problem
-from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.common.hub import hub_name
 from qlora_fsdp.config.adapter_config import (
     SETTINGS_FILE,
     adapter_problems,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.config.schema import Config, Weights
 from qlora_fsdp.config.settings import all_settings, value_of
 

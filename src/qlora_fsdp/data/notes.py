@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.config.data_paths import as_paths
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import DataConfig, DataFormat

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from qlora_fsdp.common.errors import DataError, UserError
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.data_sets import hub_split, split_name

@@ -1,22 +1,25 @@
-"""Checks of GPUs, their driver, bitsandbytes' kernels, and the pinned memory through which data is copied to GPUs."""
+"""Checks of GPUs, their driver, bitsandbytes' kernels, pinned memory, and how fast several processes exchange data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_fsdp.common.nvidia_smi import query_gpus
 from qlora_fsdp.common.text import first_line
-from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.doctor.host import Finding
 from qlora_fsdp.memory.plan import GIB
 
 if TYPE_CHECKING:
     import torch
 
+    from qlora_fsdp.runtime.processes import Processes
+
 PINNED_BYTES = 256 * 2**20
 REPEATS = 3
 DOCTOR_MAX_LENGTH = 4096  # tokens of a row, of which a small model computes few
+EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -32,14 +35,18 @@ def check_gpus() -> Iterator[Finding]:
     yield driver
     count = torch.cuda.device_count()
     for index in range(count):
+        what = f"GPU {index}"
+        name = torch.cuda.get_device_name(index)
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
-        name, what, busy = torch.cuda.get_device_name(index), f"GPU {index}", free < 0.9 * total
         found = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{major}{minor}"
-        found += (", bf16" if major >= 8 else "") + (", fp8" if (major, minor) >= (8, 9) else "")
+        if major >= 8:
+            found += ", bf16"
+        if (major, minor) >= (8, 9):
+            found += ", fp8"
         if major < 8:
             yield Finding("yellow", what, found, "No bf16: training.precision=auto computes in float32, slowly.")
-        elif busy:
+        elif free < 0.9 * total:
             yield Finding("yellow", what, found, "Other processes hold its memory: see nvidia-smi.")
         else:
             yield Finding("green", what, found)
@@ -121,8 +128,10 @@ def _check_bytes(what: str, device: torch.device | str) -> Finding:
     if changed[1]:
         found = f"{changed[1]} bit patterns change in a copy of bytes"
         return Finding("red", what, found, "Use another torch or driver.")
-    note = f"; as bf16, {changed[0]} of 65,536 patterns change, so groups of bf16 alone are not used"
-    return Finding("green", what, f"copied exactly as bytes{note if changed[0] else ''}")
+    found = "copied exactly as bytes"
+    if changed[0]:
+        found += f"; as bf16, {changed[0]} of 65,536 patterns change, so groups of bf16 alone are not used"
+    return Finding("green", what, found)
 
 
 def _check_kernels(what: str, device: torch.device | str) -> Finding:
@@ -159,3 +168,37 @@ def check_pinned() -> Iterator[Finding]:
     copy = Timer("host.to('cuda', non_blocking=True)", globals={"host": host})
     rate = len(host) / copy.timeit(REPEATS).mean / 1e9
     yield Finding("green", "pinned memory", f"{len(host) // 2**20} MiB, copied to GPU 0 at {rate:.1f} GB/s")
+
+
+def check_exchange(processes: Processes) -> Iterator[Finding]:
+    """The rates of exchanges between the processes, counted as NCCL's own tests count them.
+
+    Gradients are summed by all-reduce, layers gathered, and ranks that share sequences exchange heads by all-to-all.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.utils.benchmark import Timer
+
+    from qlora_fsdp.runtime.rows import gather_rows
+
+    device = processes.device
+    size = processes.num_ranks
+    num_bytes = EXCHANGED_BYTES[device.type] // size * size
+    whole = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
+    part = torch.ones(num_bytes // 2 // size, dtype=torch.bfloat16, device=device)
+    sent = whole[: len(part) * size]  # as much to each
+    received = torch.empty_like(sent)
+    exchanges: dict[str, tuple[float, Callable[[], object]]] = {
+        "all-reduce": (2 * (size - 1) / size, lambda: dist.all_reduce(whole)),
+        "all-gather": ((size - 1) / size, lambda: gather_rows(part, len(whole), dist.group.WORLD)),
+        "all-to-all": ((size - 1) / size, lambda: dist.all_to_all_single(received, sent)),
+    }
+    for name, (factor, exchange) in exchanges.items():
+        # Two calls before those that are timed warm it up.
+        seconds = Timer("exchange()", globals={"exchange": exchange}).timeit(REPEATS).mean
+        rate = num_bytes * factor / seconds / 1e9
+        found = f"{rate:.1f} GB/s between {size} processes ({device.type})"
+        if device.type == "cuda" and rate < 5:
+            yield Finding("yellow", name, found, "Slow: look for NVLink or InfiniBand in NCCL_DEBUG=INFO.")
+        else:
+            yield Finding("green", name, found)

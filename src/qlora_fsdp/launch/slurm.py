@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem, refuse
-from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.files import shipped_file, write_atomically
 from qlora_fsdp.common.run_key import RUN_KEY
-from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import LaunchConfig, SlurmConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
-from qlora_fsdp.common.hub_names import path_exists
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import is_unicode, join_words, plural, printable
 from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
 from qlora_fsdp.data.files.remote import find_remote, is_remote

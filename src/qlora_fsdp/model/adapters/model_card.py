@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from qlora_fsdp import __version__
-from qlora_fsdp.common.hub_names import LOCAL_BASE
+from qlora_fsdp.common.hub import LOCAL_BASE
 from qlora_fsdp.common.text import plural, printable, printable_lines
 
 MAX_EXAMPLE = 1500  # characters of a prompt, or of what the model wrote

@@ -17,7 +17,7 @@ import yaml
 
 from qlora_fsdp.common.errors import ConfigError, HubError, Problem, UserError, refuse
 from qlora_fsdp.common.foreign_files import named_templates
-from qlora_fsdp.common.hub_names import LOCAL_BASE, hub_name
+from qlora_fsdp.common.hub import LOCAL_BASE, hub_name
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.adapter_config import (
     ADAPTER_CONFIG,
