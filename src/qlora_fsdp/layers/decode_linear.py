@@ -14,15 +14,16 @@ the same: a CUDA graph that was recorded with them reads what `refresh` has writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
-from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part
+from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraLinear, LoraPart, OutputsOfInput, active_part
 from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized.format import dynamic_map
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, unflatten
@@ -34,8 +35,8 @@ from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, 
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).
 FEW_ROWS = 4
 # Rows up to which this also holds for weights of this many outputs, which keep all multiprocessors of a large GPU busy.
-WIDE_ROWS, WIDE = 32, 8448
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children that are called with the same input
+WIDE_ROWS = 32
+WIDE = 8448
 # Up to this many rows two kernels compute the adapters of all layers that share an input (kernels/triton_low_rank.py).
 # With more, cuBLAS' products are faster than a program for each row of A.
 MAX_ROWS = 8
@@ -54,37 +55,34 @@ class DecodeGroup:
     """
 
     def __init__(self, layers: Sequence[QuantizedLinear], parts: Sequence[LoraPart] = ()) -> None:
-        self.group, self.widths = shard_group(layers[0].codes), [layer.out_features for layer in layers]
-        self.layers, self.parts = [own_rows(layer) for layer in layers], list(parts)
+        self.group = shard_group(layers[0].codes)
+        self.widths = [layer.out_features for layer in layers]
+        self.layers = [own_rows(layer) for layer in layers]
+        self.parts = list(parts)
         self.ranks = [part.lora_a.out_features for part in parts]
         self.a_RI: Tensor | None = None  # A of all layers, one below another, in the compute dtype
         self.a: list[Tensor] = []  # its parts
         self.b: list[Tensor] = []  # B of each layer, [O, R], scaled
-        self._x: Tensor | None = None
-        self._outputs: dict[int, Tensor] = {}
+        self.outputs = OutputsOfInput()
 
     def allocate(self) -> None:
         """Take the memory of the adapters' copies, unless there is some."""
         if self.parts and not self.a:
-            dtype, example = self.layers[0].compute_dtype, self.parts[0].lora_a.weight
+            dtype = self.layers[0].compute_dtype
+            example = self.parts[0].lora_a.weight
             self.a_RI = torch.empty(sum(self.ranks), example.shape[1], dtype=dtype, device=example.device)
             self.a = list(self.a_RI.split(self.ranks))
             self.b = [torch.empty_like(local_tensor(part.lora_b.weight), dtype=dtype) for part in self.parts]
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """The output [..., O] of one of the layers. If its input is not that of the first, it is computed alone."""
+        x_NI = x.reshape(-1, x.shape[-1])
         if number == 0:
-            self._x, self._outputs = x, dict(enumerate(self._whole_outputs(x.reshape(-1, x.shape[-1]), slice(None))))
-        if self._x is not x or number not in self._outputs:
-            return unflatten(self._whole_outputs(x.reshape(-1, x.shape[-1]), slice(number, number + 1))[0], x)
-        y_NO = self._outputs.pop(number)
-        if not self._outputs:
-            self.forget()
+            self.outputs.put(x, self._whole_outputs(x_NI, slice(None)))
+        y_NO = self.outputs.fetch(number, x)
+        if y_NO is None:
+            (y_NO,) = self._whole_outputs(x_NI, slice(number, number + 1))
         return unflatten(y_NO, x)
-
-    def forget(self) -> None:
-        """Let go of the last input, and of outputs that nobody has fetched."""
-        self._x, self._outputs = None, {}
 
     def _whole_outputs(self, x_NI: Tensor, some: slice) -> list[Tensor]:
         """The outputs [N, O] of all layers, or of one of them."""
@@ -95,7 +93,8 @@ class DecodeGroup:
         layers = self.layers[some]
         if not self.parts:
             return [_output(layer, x_NI) for layer in layers]
-        b, ranks = self.b[some], self.ranks[some]
+        b = self.b[some]
+        ranks = self.ranks[some]
         a_RI = self.a_RI if len(layers) == len(self.layers) else self.a[some.start]
         assert a_RI is not None
         if len(x_NI) <= MAX_ROWS and all(multiplies_codes(layer, x_NI) for layer in layers):
@@ -114,7 +113,8 @@ class DecodeLinear:
     """
 
     def __init__(self, group: DecodeGroup, number: int = 0) -> None:
-        self.group, self.number = group, number
+        self.group = group
+        self.number = number
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -186,7 +186,8 @@ def has_whole_blocks(layer: QuantizedLinear) -> bool:
 
 def product_with_codes(layer: QuantizedLinear, x_NI: Tensor) -> Tensor:
     """x W^T + b [N, O] by bitsandbytes' `gemm_4bit`, of a layer that `has_whole_blocks`."""
-    scales, nested = layer.scales, {}
+    scales = layer.scales
+    nested = {}
     if layer.format.double_quant:
         groups = layer.nested_scales
         nested = {
@@ -224,7 +225,8 @@ class DecodeLayers:
         self.mlps: dict[nn.Module, GatedMlp] = {}
         for module in model.modules():
             self._find_adapted(module)
-            if isinstance(forward := vars(module).get("forward"), GatedMlp):
+            forward = vars(module).get("forward")
+            if isinstance(forward, GatedMlp):
                 self.mlps[module] = forward
         adapted = {layer.base_layer for layer in self.forwards}
         for module in model.modules():
@@ -234,15 +236,19 @@ class DecodeLayers:
 
     def _find_adapted(self, parent: nn.Module) -> None:
         """The children of a module that have adapters, those with the same input together."""
-        children = {name: child for name, child in parent.named_children() if isinstance(child, LoraLinear)}
-        parts = {name: (child, part) for name, child in children.items() if (part := active_part(child)) is not None}
-        groups: list[tuple[str, ...]] = [names for names in TOGETHER if all(name in parts for name in names)]
-        groups += [(name,) for name in parts if not any(name in names for names in groups)]
+        parts: dict[str, LoraPart] = {}
+        for name, child in parent.named_children():
+            part = active_part(child) if isinstance(child, LoraLinear) else None
+            if part is not None:
+                parts[name] = part
+        groups: list[tuple[str, ...]] = [names for names in (QKV, GATE_UP) if parts.keys() >= set(names)]
+        together = {name for names in groups for name in names}
+        groups += [(name,) for name in parts if name not in together]
         for names in groups:
-            found = [parts[name][1] for name in names]
+            found = [parts[name] for name in names]
             group = DecodeGroup([part.layer for part in found], found)
             for number, name in enumerate(names):
-                self.forwards[parts[name][0]] = DecodeLinear(group, number)
+                self.forwards[parent.get_submodule(name)] = DecodeLinear(group, number)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -250,37 +256,25 @@ class DecodeLayers:
         for group in self.groups:
             group.allocate()
         parts = [part for group in self.groups for part in group.parts]
-        a, b = [copy for group in self.groups for copy in group.a], [copy for group in self.groups for copy in group.b]
+        a = [copy for group in self.groups for copy in group.a]
+        b = [copy for group in self.groups for copy in group.b]
         for start in range(0, len(parts), REFRESHED):
             some = slice(start, start + REFRESHED)
-            torch._foreach_copy_(a[some], [gather_whole(part.lora_a.weight, a[0].device) for part in parts[some]])
-            scaled = torch._foreach_mul(
-                [local_tensor(part.lora_b.weight) for part in parts[some]], [part.scaling for part in parts[some]]
-            )
-            torch._foreach_copy_(b[some], scaled)
+            lora_a = [gather_whole(part.lora_a.weight, a[0].device) for part in parts[some]]
+            torch._foreach_copy_(a[some], lora_a)
+            lora_b = [local_tensor(part.lora_b.weight) for part in parts[some]]
+            scalings = [part.scaling for part in parts[some]]
+            torch._foreach_copy_(b[some], torch._foreach_mul(lora_b, scalings))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """While it lasts, the layers compute so, with the adapters as they were when it began."""
         self.refresh()
-        with forwards({**self.forwards, **{module: mlp.plain for module, mlp in self.mlps.items()}}):
+        forwards: dict[nn.Module, Callable[..., Tensor]] = {**self.forwards}
+        forwards |= {module: mlp.plain for module, mlp in self.mlps.items()}
+        with replaced((vars(module), "forward", forward) for module, forward in forwards.items()):
             try:
                 yield
             finally:
                 for group in self.groups:
-                    group.forget()
-
-
-@contextmanager
-def forwards(wanted: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """While it lasts, modules are computed by other functions than their own."""
-    before = [(module, vars(module).get("forward")) for module in wanted]
-    for module, forward in wanted.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, own in before:
-            del module.forward
-            if own is not None:
-                module.forward = own
+                    group.outputs.forget()

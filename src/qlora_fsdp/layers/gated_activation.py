@@ -99,7 +99,8 @@ def gate_backward(
             grads = kernels.down_columns(gate_up_N2F, *small, grad_act_NF, grad_h_down_NR, activation, scalings)
             return GateGrads(*grads)
         grad_h = kernels.along_rows(gate_up_N2F, *small, grad_act_NF, grad_h_down_NR, activation)
-    (grad_gate, grad_up), (h_gate, h_up) = gate_up_N2F.chunk(2, 1), _split_h(h_NR, b_gate, b_up)
+    grad_gate, grad_up = gate_up_N2F.chunk(2, 1)
+    h_gate, h_up = _split_h(h_NR, b_gate, b_up)
     return GateGrads(
         grad_h,
         mm_fp32(grad_gate.t(), h_gate).mul_(scalings[0]),
@@ -120,8 +121,10 @@ def _plain_backward(
 ) -> Tensor:
     """The gradient of h. Writes the activation over `grad_act_NF`, because forward did not keep it."""
     gate, up = _with_adapters(gate_up_N2F, h_NR, b_gate, b_up)
-    value, grad_act = _activate(gate, activation), grad_act_NF.addmm(grad_h_down_NR, a_down)
-    grad_gate, grad_up = _activate_backward(grad_act * up, gate, activation), grad_act * value
+    value = _activate(gate, activation)
+    grad_act = grad_act_NF.addmm(grad_h_down_NR, a_down)
+    grad_gate = _activate_backward(grad_act * up, gate, activation)
+    grad_up = grad_act * value
     grad_act_NF.copy_(value * up)
     gate_up_N2F.copy_(torch.cat([grad_gate, grad_up], 1))
     return torch.cat([grad_gate @ b_gate, grad_up @ b_up], 1)

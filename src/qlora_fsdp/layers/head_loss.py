@@ -69,8 +69,11 @@ class HeadLoss:
     whole_weight: Tensor | None = None
 
     def __init__(self, head: nn.Module, transform: LogitTransform, kernel: LossKernel) -> None:
-        self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
-        self.factor, self.softcap, self.kernel = transform.factor, transform.cap, kernel
+        self.head = cast(nn.Linear, plain_table(head))
+        self.logits = head.forward
+        self.factor = transform.factor
+        self.softcap = transform.cap
+        self.kernel = kernel
         is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
         self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
         self.new_rows = cast(TokenRows, head.token_adapter) if self.head is not head else None
@@ -128,12 +131,14 @@ def _gather_weight(layer: nn.Module, device: torch.device) -> Tensor:
     """
     if not isinstance(layer, QuantizedLinear):
         return gather_whole(cast(nn.Linear, layer).weight, device)
-    num_rows, columns, format = layer.out_features, layer.in_features, layer.format
+    num_rows = layer.out_features
+    columns = layer.in_features
     held = [local_tensor(part) for part in (layer.codes, layer.scales)]
     out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
     for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
-        parts, size = {"codes": codes, "scales": scales}, len(scales)
-        out[first : first + size] = format.dequantize(parts, size, columns, layer.compute_dtype)
+        parts = {"codes": codes, "scales": scales}
+        size = len(scales)
+        out[first : first + size] = layer.format.dequantize(parts, size, columns, layer.compute_dtype)
     return out
 
 
@@ -207,7 +212,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
         cast_KD = None if new_KD is None else new_KD.to(hidden_ND.dtype)
         losses_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, hidden_ND.shape[0], chunk):
-            hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
+            rows = slice(start, start + chunk)
+            hidden = hidden_ND[rows]
+            targets = targets_N[rows]
             logits = F.linear(hidden, weight_VD, bias).float()
             if cast_KD is not None:
                 logits = join_columns(logits, F.linear(hidden, cast_KD).float(), cast(Tensor, replaced))
@@ -216,7 +223,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             valid = (targets != IGNORE_INDEX).unsqueeze(1)
             index = targets.clamp(min=0).unsqueeze(1)
             norm = torch.logsumexp(logits, 1, keepdim=True)
-            losses_N[start : start + chunk] = ((norm - logits.gather(1, index)) * valid).squeeze(1)
+            losses_N[rows] = ((norm - logits.gather(1, index)) * valid).squeeze(1)
             if grad_ND is not None:
                 slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
                 grad = logits.sub_(norm).exp_()  # softmax
@@ -227,11 +234,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad_NV = grad[:, : len(weight_VD)]
                 if cast_KD is not None and grad_NK is not None:
                     grad_new = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
-                    grad_NK[start : start + chunk] = grad_new
+                    grad_NK[rows] = grad_new
                     grad_NV.index_fill_(1, cast(Tensor, replaced), 0.0)
-                grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
+                grad_ND[rows] = grad_NV.to(weight_VD.dtype) @ weight_VD
                 if cast_KD is not None:
-                    grad_ND[start : start + chunk] += grad_new.to(cast_KD.dtype) @ cast_KD
+                    grad_ND[rows] += grad_new.to(cast_KD.dtype) @ cast_KD
                 del grad, grad_NV, slope
             del logits  # or it would be there while the next chunk is made
         ctx.save_for_backward(grad_ND, grad_NK, None if grad_NK is None else hidden_ND)

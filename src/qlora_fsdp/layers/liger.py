@@ -48,12 +48,9 @@ def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: to
     """
     model_type = model.get_text_config().model_type
     reason, options = _liger_options(model_type, device)
-    has_experts = mentions_experts(
-        model
-    )  # Liger's `glu` also replaces these, by kernels that take no quantized weights
-    parts = [
-        part for part, names in LIGER_NAMES.items() if options & set(names) and not (part == "glu" and has_experts)
-    ]
+    parts = [part for part, names in LIGER_NAMES.items() if options.intersection(names)]
+    if "glu" in parts and mentions_experts(model):
+        parts.remove("glu")  # it also replaces the experts, by kernels that take no quantized weights
     asked = []
     if config.of_layers is Kernel.liger:
         asked.append(Problem("kernels.liger=true", "", "Set kernels.liger=auto."))
@@ -83,7 +80,8 @@ def _patch(config: PretrainedConfig, switches: dict[str, bool]) -> Exception | N
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    before, failure = _models_attributes(), None
+    before = _models_attributes()
+    failure = None
     try:
         MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type](**switches)
     except Exception as error:  # it imports and patches what a version of transformers may not have
@@ -144,10 +142,14 @@ def stock_classes(kind: type) -> list[Any]:
 
 def _models_attributes() -> dict[tuple[Any, str], Any]:
     """All attributes of transformers' imported model files and of their classes, by owner and name."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(MODELS)]
-    modules = [module for module in modules if ".modeling_" in module.__name__]
-    kinds = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
-    owners = [*modules, *(kind for kind in kinds if kind.__module__.startswith(MODELS))]
+    owners: set[Any] = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(MODELS) or ".modeling_" not in module.__name__:
+            continue
+        owners.add(module)
+        for value in vars(module).values():
+            if inspect.isclass(value) and value.__module__.startswith(MODELS):
+                owners.add(value)
     return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 

@@ -27,6 +27,10 @@ from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, unflatten
 from qlora_fsdp.layers.quantized.matmul import Addend
 
+# Names of layers that are called one after another with the same input.
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
 
 class LoraLinear(lora.Linear):
     """PEFT's LoRA layer with a forward for fp32 adapters on a frozen base in another dtype.
@@ -41,16 +45,19 @@ class LoraLinear(lora.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BO: base(x) + scaling * B(A(dropout(x))), in the dtype of x."""
-        part = None if args or kwargs else active_part(self)
+        if args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        part = active_part(self)
         if part is not None and self.group is not None:
             return self.group.output(self, part, x)
         if part is not None:
             return lora_outputs(x, [part], self.last_norm)[0]
         (name,) = self.active_adapters
-        if args or kwargs or self.merged or self.disable_adapters or name in self.lora_variant:
-            return super().forward(x, *args, **kwargs)
-        lora_a, lora_b = cast(nn.Linear, self.lora_A[name]).weight, cast(nn.Linear, self.lora_B[name]).weight
-        low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
+        if self.merged or self.disable_adapters or name in self.lora_variant:
+            return super().forward(x)
+        lora_a = cast(nn.Linear, self.lora_A[name]).weight.to(x.dtype)
+        lora_b = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
+        low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a), lora_b)
         return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -80,8 +87,37 @@ def active_part(module: LoraLinear) -> LoraPart | None:
     drops = module.training and isinstance(module.lora_dropout[name], nn.Dropout)
     if drops or module.merged or module.disable_adapters or name in module.lora_variant:
         return None
-    lora_a, lora_b = cast(nn.Linear, module.lora_A[name]), cast(nn.Linear, module.lora_B[name])
+    lora_a = cast(nn.Linear, module.lora_A[name])
+    lora_b = cast(nn.Linear, module.lora_B[name])
     return LoraPart(module.base_layer, lora_a, lora_b, module.scaling[name])
+
+
+class OutputsOfInput:
+    """Outputs of layers that are called one after another with the same tensor. Each is fetched once."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def put(self, x: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Keep what the first layer's call has computed for all of them."""
+        self._input = x
+        self._outputs = dict(enumerate(outputs))
+
+    def fetch(self, number: int, x: Tensor) -> Tensor | None:
+        """A layer's output; None if it was not computed with x, and then the others are not wanted either."""
+        if self._input is not x or number not in self._outputs:
+            self.forget()
+            return None
+        y = self._outputs.pop(number)
+        if not self._outputs:
+            self.forget()
+        return y
+
+    def forget(self) -> None:
+        """Let go of input and outputs. Outputs that nobody fetches must not keep their graph alive."""
+        self._input = None
+        self._outputs = {}
 
 
 class SharedInput:
@@ -93,24 +129,21 @@ class SharedInput:
 
     def __init__(self, modules: Sequence[LoraLinear]) -> None:
         self.modules = list(modules)
-        self.input: Tensor | None = None
-        self.outputs: dict[nn.Module, Tensor] = {}
+        self.outputs = OutputsOfInput()
 
     def output(self, module: LoraLinear, part: LoraPart, x: Tensor) -> Tensor:
         """The module's output. It is computed alone if x is not what the first module was called with."""
-        if module is self.modules[0]:
+        number = self.modules.index(module)
+        if number == 0:
             parts = [part]
-            parts += [found for member in self.modules[1:] if (found := active_part(member)) is not None]
+            for other in self.modules[1:]:
+                found = active_part(other)
+                if found is not None:
+                    parts.append(found)
             if len(parts) == len(self.modules):
-                self.input = x
-                self.outputs = dict(zip(self.modules, lora_outputs(x, parts, module.last_norm), strict=True))
-        if self.input is not x or module not in self.outputs:
-            self.input, self.outputs = None, {}  # outputs that nobody fetches must not keep their graph alive
-            return lora_outputs(x, [part], module.last_norm)[0]
-        y = self.outputs.pop(module)
-        if not self.outputs:
-            self.input = None
-        return y
+                self.outputs.put(x, lora_outputs(x, parts, module.last_norm))
+        y = self.outputs.fetch(number, x)
+        return lora_outputs(x, [part], module.last_norm)[0] if y is None else y
 
 
 def lora_outputs(x: Tensor, parts: Sequence[LoraPart], last_norm: LastNorm | None) -> tuple[Tensor, ...]:
@@ -150,13 +183,17 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kept: Tensor | None, recompute: Recompute | None, *lora_a: Tensor) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI if kept is None else kept)
-        ctx.recompute, ctx.ranks = recompute, [a.shape[0] for a in lora_a]
-        return x_NI @ in_dtype(x.dtype, lora_a, num_joined=len(lora_a))[0].t()
+        ctx.recompute = recompute
+        ctx.ranks = [a.shape[0] for a in lora_a]
+        (a_RI,) = in_dtype(x.dtype, lora_a, num_joined=len(lora_a))
+        return x_NI @ a_RI.t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        return (None, None, None, *mm_fp32(grads[0].t(), recompute_input(kept, ctx.recompute)).split(ctx.ranks))
+        x_NI = recompute_input(kept, ctx.recompute)
+        grad_a_RI = mm_fp32(grads[0].t(), x_NI)
+        return (None, None, None, *grad_a_RI.split(ctx.ranks))
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -172,7 +209,8 @@ class _AddLowRank(torch.autograd.Function):
         has_values: bool,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        layers, x_NI = [part.layer for part in parts], x.reshape(-1, x.shape[-1])
+        layers = [part.layer for part in parts]
+        x_NI = x.reshape(-1, x.shape[-1])
         if has_values:
             lora_b = in_dtype(x.dtype, *_b(parts))
             addends = [Addend(h, b_OR.t()) for h, b_OR in zip(_split_ranks(h_NR, parts), lora_b, strict=True)]
@@ -180,7 +218,10 @@ class _AddLowRank(torch.autograd.Function):
         else:
             outputs = [x_NI.new_empty(len(x_NI), layer.out_features) for layer in layers]
         # Not with save_for_backward: h would be the last saved tensor, and the products above computed again.
-        ctx.h_NR, ctx.parts, ctx.shape, ctx.h_is_of_x = h_NR.detach(), parts, x.shape, h_is_of_x
+        ctx.h_NR = h_NR.detach()
+        ctx.parts = parts
+        ctx.shape = x.shape
+        ctx.h_is_of_x = h_is_of_x
         return tuple(unflatten(y, x) for y in outputs)
 
     @staticmethod
@@ -188,16 +229,16 @@ class _AddLowRank(torch.autograd.Function):
         parts: Sequence[LoraPart] = ctx.parts
         layers = [part.layer for part in parts]
         grads_NO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        lora_a, (lora_b, scalings) = [part.lora_a.weight for part in parts], _b(parts)
+        lora_a = [part.lora_a.weight for part in parts]
+        lora_b, scalings = _b(parts)
         a_RI, *lora_b = in_dtype(grads[0].dtype, [*lora_a, *lora_b], scalings, num_joined=len(parts))
         grads_h = [grad @ b_OR for grad, b_OR in zip(grads_NO, lora_b, strict=True)]
         grad_h_NR = grads_h[0] if len(parts) == 1 else torch.cat(grads_h, 1)
-        grads_b = [
-            mm_fp32(grad.t(), h).mul_(part.scaling)
-            for grad, h, part in zip(grads_NO, _split_ranks(ctx.h_NR, parts), parts, strict=True)
-        ]
+        grads_b = []
+        for grad, h, scaling in zip(grads_NO, _split_ranks(ctx.h_NR, parts), scalings, strict=True):
+            grads_b.append(mm_fp32(grad.t(), h).mul_(scaling))
         needs_bias = ctx.needs_input_grad[5 + len(parts) :]
-        grads_bias = [g.sum(0) if needed else None for g, needed in zip(grads_NO, needs_bias, strict=True)]
+        grads_bias = [grad.sum(0) if needed else None for grad, needed in zip(grads_NO, needs_bias, strict=True)]
         grad_x = None
         if ctx.needs_input_grad[0]:
             addend = Addend(grad_h_NR, a_RI) if ctx.h_is_of_x else None
@@ -221,10 +262,17 @@ def in_dtype(
         scalings: what the last ones are multiplied by, in float32; the others are not.
         num_joined: the first ones become one matrix, in which they lie one below another.
     """
-    joined, factors = weights[:num_joined], [*[1.0] * (len(weights) - len(scalings)), *scalings]
-    made = [weight.new_empty(sum(map(len, joined)), weight.shape[1], dtype=dtype) for weight in joined[:1]]
-    made += [torch.empty_like(weight, dtype=dtype) for weight in weights[num_joined:]]
-    parts = [*made[0].split([len(weight) for weight in joined]), *made[1:]] if joined else made
+    factors = [*[1.0] * (len(weights) - len(scalings)), *scalings]
+    made: list[Tensor] = []
+    parts: list[Tensor] = []  # of `made`, one for each weight
+    if num_joined:
+        num_rows = [len(weight) for weight in weights[:num_joined]]
+        joined = weights[0].new_empty(sum(num_rows), weights[0].shape[1], dtype=dtype)
+        made.append(joined)
+        parts += joined.split(num_rows)
+    alone = [torch.empty_like(weight, dtype=dtype) for weight in weights[num_joined:]]
+    made += alone
+    parts += alone
     if runs_kernels(weights[0]):
         from qlora_fsdp.layers.kernels import triton_convert
 

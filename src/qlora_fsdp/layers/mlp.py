@@ -31,7 +31,9 @@ class GatedMlp:
     """
 
     def __init__(self, mlp: nn.Module, layers: Sequence[LoraLinear], activation: Activation) -> None:
-        self.plain, self.layers, self.activation = mlp.forward, list(layers), activation
+        self.plain = mlp.forward
+        self.layers = list(layers)
+        self.activation = activation
 
     @property
     def last_norm(self) -> LastNorm | None:
@@ -47,7 +49,8 @@ class GatedMlp:
         return self._compute(x, False)
 
     def _compute(self, x: Tensor, has_values: bool, *args: Any, **kwargs: Any) -> Tensor:
-        parts = [part for layer in self.layers if (part := active_part(layer)) is not None]
+        found = [active_part(layer) for layer in self.layers]
+        parts = [part for part in found if part is not None]
         if len(parts) < len(self.layers) or args or kwargs:
             return self.plain(x, *args, **kwargs)  # type: ignore[no-any-return]
         *wide, down = parts
@@ -70,27 +73,33 @@ class _Gate(torch.autograd.Function):
         activation: Activation,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        x_NI, layers = x.reshape(-1, x.shape[-1]), [part.layer for part in parts]
+        x_NI = x.reshape(-1, x.shape[-1])
+        layers = [part.layer for part in parts]
         a_RI, small = _factors(parts, weights, x.dtype)
         h_NR = x_NI @ a_RI.t()
         gate_up = layers[0].matmul.joint_output(x_NI, layers)
         act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *small, activation)
         ctx.save_for_backward(x_NI if kept is None else kept, gate_up, h_NR, *weights)
-        ctx.recompute, ctx.parts, ctx.activation, ctx.shape = recompute, parts, activation, x.shape
+        ctx.recompute = recompute
+        ctx.parts = parts
+        ctx.activation = activation
+        ctx.shape = x.shape
         return act.view(*x.shape[:-1], act.shape[1]), h_down
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         kept, gate_up, h_NR, *weights = ctx.saved_tensors
         parts: Sequence[LoraPart] = ctx.parts
-        grad_act, grad_h_down = grads[0].reshape(-1, gate_up.shape[1] // 2), grads[1].contiguous()
+        grad_act = grads[0].reshape(-1, gate_up.shape[1] // 2)
+        grad_h_down = grads[1].contiguous()
         a_RI, small = _factors(parts, weights, gate_up.dtype)
         scalings = (parts[0].scaling, parts[-1].scaling)
         grad_h, *grads_b, grad_a_down = gate_backward(
             gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation, scalings
         )
         if len(parts) == 1:
-            grad_h, grads_b = torch.add(*grad_h.chunk(2, 1)), [torch.cat(grads_b)]
+            grad_h = torch.add(*grad_h.chunk(2, 1))
+            grads_b = [torch.cat(grads_b)]
         grads_NO = gate_up.split([part.layer.out_features for part in parts], 1)  # gate_up holds their gradient now
         del grad_act, grads
         grad_x = None
@@ -112,7 +121,8 @@ def _factors(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """A of gate and up, one below the other; and B of gate and of up, scaled, and A of down; in the compute dtype."""
     *others, a_down = weights
-    lora_a, lora_b = others[: len(parts)], others[len(parts) :]
+    lora_a = others[: len(parts)]
+    lora_b = others[len(parts) :]
     scalings = [part.scaling for part in parts]
     a_RI, a_down, *lora_b = in_dtype(dtype, [*lora_a, a_down, *lora_b], scalings, num_joined=len(parts))
     b_gate, b_up = lora_b if len(parts) == 2 else lora_b[0].chunk(2)

@@ -40,11 +40,14 @@ class LastNorm:
 
     def remember(self, x: Tensor, y: Tensor, recompute: Recompute) -> None:
         """The norm gave y for x, and `recompute(x)` computes y again."""
-        self._input, self._output, self._recompute = weakref.ref(x), weakref.ref(y), recompute
+        self._input = weakref.ref(x)
+        self._output = weakref.ref(y)
+        self._recompute = recompute
 
     def source_of(self, y: Tensor) -> tuple[Tensor | None, Recompute | None]:
         """A tensor to keep instead of y, and a function from it to y; (None, None) if y itself must be kept."""
-        if self._output() is not y or (x := self._input()) is None:
+        x = self._input()
+        if x is None or self._output() is not y:
             return None, None
         return x.detach(), self._recompute
 
@@ -72,8 +75,10 @@ def normalize_as_stored(normalize: Recompute, x: Tensor) -> Tensor:
     Gemma 3 normalizes heads after it has transposed them: x is [B, H, L, D], but lies in memory as [B, L, H, D]. A
     kernel that wants contiguous rows would copy it. So the norm gets x as it lies, and its result is transposed.
     """
-    if x.ndim == 4 and not x.is_contiguous() and (stored := x.transpose(1, 2)).is_contiguous():
-        return normalize(stored).transpose(1, 2)
+    if x.ndim == 4 and not x.is_contiguous():
+        stored = x.transpose(1, 2)
+        if stored.is_contiguous():
+            return normalize(stored).transpose(1, 2)
     return normalize(x)
 
 
@@ -149,7 +154,8 @@ def _backward(ctx: Any, grad_y: Tensor, grad_residual: Tensor | None) -> Tensor:
     from qlora_fsdp.layers.kernels import triton_norm
 
     x, weight, scales = ctx.saved_tensors
-    x_ND, grad_y = x.view(-1, x.shape[-1]), grad_y.reshape(-1, x.shape[-1]).contiguous()
+    x_ND = x.view(-1, x.shape[-1])
+    grad_y = grad_y.reshape(-1, x.shape[-1]).contiguous()
     if grad_residual is not None:
         grad_residual = grad_residual.reshape(-1, x.shape[-1]).contiguous()
     grad_x: Tensor = triton_norm.backward(x_ND, weight, scales, grad_y, grad_residual, ctx.offset)

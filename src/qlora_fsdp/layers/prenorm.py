@@ -14,10 +14,55 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.gated import SCALES, SIZE, is_equal
+from qlora_fsdp.layers.gated import SCALES, SIZE, facts, is_equal
+from qlora_fsdp.layers.liger import stock_classes
 from qlora_fsdp.layers.norm import LastNorm, NormKind, is_rms_norm, norm_and_residual
-from qlora_fsdp.layers.norm_kinds import find_kind
 from qlora_fsdp.runtime.hardware import is_shortage
+
+_FORMS = ((0.0, True), (0.0, False), (1.0, False))  # offset, and whether it rounds before it multiplies
+_proven: dict[Any, NormKind | None] = {}
+
+
+def find_kind(norm: nn.Module) -> NormKind | None:
+    """What a norm computes; None if it is no RMSNorm, or one that the kernel does not compute.
+
+    Of Liger's norms, which compute on GPUs alone, the classes are asked in whose places they stand.
+    """
+    if not is_rms_norm(norm) or list(norm._parameters) != ["weight"] or norm._modules:
+        return None
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(eps, float):
+        return None
+    key = facts(norm)
+    if key not in _proven:
+        classes = stock_classes(type(norm)) or [type(norm)]
+        kinds = {_prove_kind(kind, norm, eps) for kind in classes}
+        _proven[key] = kinds.pop() if len(kinds) == 1 else None
+    return _proven[key]
+
+
+def _prove_kind(kind: Any, norm: nn.Module, eps: float) -> NormKind | None:
+    """The form that the forward of a class of norms has, with the attributes of a norm."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        x = (torch.randn(len(SCALES), 3, SIZE) * torch.tensor(SCALES).view(-1, 1, 1)).bfloat16()
+        weight = torch.randn(SIZE).bfloat16()
+        probe = kind.__new__(kind)
+        named = {"eps": eps, "variance_epsilon": eps}  # Liger's have another name for it than some that they stand for
+        probe.__dict__.update(vars(norm), **named, _parameters={"weight": nn.Parameter(weight)})
+        try:
+            found = kind.forward(probe, x)
+        except Exception as error:  # it has other attributes
+            if is_shortage(error):
+                raise
+            return None
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        for offset, rounds_first in _FORMS:
+            rounded = normed.bfloat16() * weight if rounds_first else (normed * (weight.float() + offset)).bfloat16()
+            if isinstance(found, Tensor) and torch.equal(found, rounded):
+                return NormKind(eps, offset, rounds_first)
+    return None
 
 
 class Roles(NamedTuple):
@@ -59,7 +104,8 @@ def join_norms(layer: nn.Module) -> None:
 
     This takes a class, not a `forward` of the instance: to recompute a layer, transformers calls its class's forward.
     """
-    if (roles := find_roles(layer)) is not None:
+    roles = find_roles(layer)
+    if roles is not None:
         kinds = tuple(find_kind(cast(nn.Module, layer._modules[name])) for name in (roles.norm, roles.second_norm))
         layer.__class__ = _with_joined_norms(cast(Any, type(layer)), roles, kinds)
 
@@ -78,13 +124,22 @@ def find_roles(layer: nn.Module) -> Roles | None:
     """
     if layer._parameters or layer._buffers:
         return None
-    children = {name: child for name, child in layer._modules.items() if child is not None}
-    norms = [name for name, child in children.items() if is_rms_norm(child)]
-    others = [name for name, child in children.items() if name not in norms and any(True for _ in child.parameters())]
-    if len(norms) != 2 or len(others) != 2 or None in [find_kind(children[name]) for name in norms]:
+    norms: list[str] = []
+    others: list[str] = []
+    for name, child in layer.named_children():
+        if is_rms_norm(child):
+            if find_kind(child) is None:
+                return None
+            norms.append(name)
+        elif next(child.parameters(), None) is not None:
+            others.append(name)
+    if len(norms) != 2 or len(others) != 2:
         return None
-    every = (Roles(n, a, s, m) for (n, s), (a, m) in product(permutations(norms), permutations(others)))
-    return next((roles for roles in every if _has_roles(layer, roles)), None)
+    for (norm, second_norm), (attention, mlp) in product(permutations(norms), permutations(others)):
+        roles = Roles(norm, attention, second_norm, mlp)
+        if _has_roles(layer, roles):
+            return roles
+    return None
 
 
 class _StandIn(nn.Module):
@@ -125,7 +180,10 @@ def _make_probe() -> _Probe:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         x = torch.randn(len(SCALES), 3, SIZE) * torch.tensor(SCALES).view(-1, 1, 1)
-        norm, attention, second_norm, mlp = _StandIn(), _Attention(), _StandIn(), _StandIn()
+        norm = _StandIn()
+        attention = _Attention()
+        second_norm = _StandIn()
+        mlp = _StandIn()
     between = x + attention(hidden_states=norm(x))[0]
     return _Probe(x, between + mlp(second_norm(between)), attention, (norm, attention, second_norm, mlp))
 

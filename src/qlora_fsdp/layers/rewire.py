@@ -18,7 +18,7 @@ modules of this folder define the changes. Only this module makes them, at four 
     a layer's activation policy     recompute_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
-Norms, pre-norm layers and gated MLPs are recognised by what they compute (norm_kinds.py, prenorm.py, gated.py), q, k
+Norms, pre-norm layers and gated MLPs are recognised by what they compute (prenorm.py, gated.py), q, k
 and v by their names. A layer that fits none of this stays as it is.
 """
 
@@ -38,7 +38,7 @@ from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, LossKernel
-from qlora_fsdp.layers.lora import LoraLinear, SharedInput
+from qlora_fsdp.layers.lora import QKV, LoraLinear, SharedInput
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
 from qlora_fsdp.layers.norm import (
     LastNorm,
@@ -47,15 +47,13 @@ from qlora_fsdp.layers.norm import (
     normalize_and_remember,
     normalize_as_stored,
 )
-from qlora_fsdp.layers.norm_kinds import find_kind
-from qlora_fsdp.layers.prenorm import join_norms
+from qlora_fsdp.layers.prenorm import find_kind, join_norms
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.recurrent.gated_norm import use_gated_norm
 from qlora_fsdp.layers.tiles import TiledModule
 
 HEAD_NORMS = ("q_norm", "k_norm")
-SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 
 
 class Rewired(NamedTuple):
@@ -120,7 +118,8 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
     modules = list(model.modules())
     if norms:
         for module in modules:
-            if (kind := find_kind(module)) is not None and not module.weight.requires_grad:
+            kind = find_kind(module)
+            if kind is not None and not module.weight.requires_grad:
                 module.forward = partial(normalize, kind, module, module.forward)
             use_gated_norm(module)
             join_norms(module)
@@ -128,14 +127,15 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
     num_groups += sum(_fuse_mlp(module) for module in modules)
     for module in modules:
         for name in HEAD_NORMS:
-            if isinstance(norm := module._modules.get(name), nn.Module):
+            norm = module._modules.get(name)
+            if norm is not None:
                 norm.forward = partial(normalize_as_stored, norm.forward)
     return num_groups
 
 
 def _group_same_input(module: nn.Module) -> bool:
     """Make q, k and v of an attention layer one group."""
-    layers = _lora_children(module, SAME_INPUT)
+    layers = _lora_children(module, QKV)
     if layers is None:
         return False
     group = SharedInput(layers)
@@ -164,7 +164,8 @@ def _lora_children(module: nn.Module, names: Sequence[str]) -> list[LoraLinear] 
     if not all(isinstance(layer, LoraLinear) and isinstance(layer.base_layer, QuantizedLinear) for layer in layers):
         return None
     found = cast(list[LoraLinear], layers)
-    return found if len({type(cast(QuantizedLinear, layer.base_layer).matmul) for layer in found}) == 1 else None
+    kinds = {type(cast(QuantizedLinear, layer.base_layer).matmul) for layer in found}
+    return found if len(kinds) == 1 else None
 
 
 def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:

@@ -55,7 +55,8 @@ class TiledModule:
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
         forward: Any = module.forward
-        self.forward, self.module = forward, module
+        self.forward = forward
+        self.module = module
         self.tiles = Tiles(num_tokens, forward, getattr(forward, "again", forward), self._params)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,12 +133,16 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        tiles, keeper = call.tiles, call.keeper
+        tiles = call.tiles
         ctx.call = None  # `ctx` lives until all layers have run backward
-        kept, *others = keeper.saved_tensors  # asked once: each time, a layer would be computed again
-        shape, (grad_NO,), params = kept.shape, grads, tiles.params()
+        kept, *others = call.keeper.saved_tensors  # asked once: each time, a layer would be computed again
+        shape = kept.shape
+        (grad_NO,) = grads
+        params = tiles.params()
         rows = [kept.reshape(-1, shape[-1]), *others]
-        totals = [torch.empty_like(t) if needed else None for t, needed in zip(rows, call.needs_grads, strict=True)]
+        totals: list[Tensor | None] = []
+        for tensor, needed in zip(rows, call.needs_grads, strict=True):
+            totals.append(torch.empty_like(tensor) if needed else None)
         sums: list[Tensor | None] = [None] * len(params)
         for tile in _each_tile(tiles, grad_NO):
             found = _tile_gradients(call, [tensor[tile] for tensor in rows], params, grad_NO[tile])
@@ -191,6 +196,6 @@ def _tile_gradients(
 
 def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """The sum of gradients so far: in place, for it is no one else's."""
-    if total is None or grad is None:
-        return grad if total is None else total
-    return total.add_(grad)
+    if total is None:
+        return grad
+    return total if grad is None else total.add_(grad)

@@ -19,8 +19,8 @@ Each rank has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from qlora_fsdp.layers.decode_linear import DecodeLayers, forwards
-from qlora_fsdp.layers.experts.forward import expert_weight_names
-from qlora_fsdp.layers.experts.lora import ExpertLora
+from qlora_fsdp.common.replaced import replaced
+from qlora_fsdp.layers.decode_linear import DecodeLayers
+from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names
 from qlora_fsdp.layers.experts.own_experts import OwnExperts, num_experts
 from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.tasks.task_model import TaskModel
@@ -151,11 +151,9 @@ class ByRows:
             experts.refresh()
         for param, copy in self.copies:  # where a CUDA graph may read it
             copy.copy_(gather_whole(param, copy.device))
-        with ExitStack() as stack:
-            stack.enter_context(without_hooks(self.model))
-            stack.enter_context(forwards(self.forwards))
-            stack.enter_context(self.layers.in_use())
-            stack.enter_context(_parameters(self.params))
+        forwards = [(vars(module), "forward", forward) for module, forward in self.forwards.items()]
+        params = [(module._parameters, name, value) for module, name, value in self.params]
+        with without_hooks(self.model), replaced(forwards), self.layers.in_use(), replaced(params):
             yield
 
     def share(self, tensor: Tensor) -> None:
@@ -167,19 +165,6 @@ class ByRows:
         least = torch.tensor(number, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return int(least)
-
-
-@contextmanager
-def _parameters(wanted: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """While it lasts, modules have other values in place of their parameters."""
-    before = [(module, name, module._parameters[name]) for module, name, _ in wanted]
-    for module, name, value in wanted:
-        module._parameters[name] = value
-    try:
-        yield
-    finally:
-        for module, name, param in before:
-            module._parameters[name] = param
 
 
 def _frozen(values: Tensor) -> nn.Parameter:

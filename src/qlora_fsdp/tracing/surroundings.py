@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from qlora_fsdp.common.replaced import replaced
+
 
 class Source(torch.autograd.Function):
     """The same tensor, which needs a gradient now. The gradient is dropped."""
@@ -56,17 +58,9 @@ class Pass(torch.autograd.Function):
 @contextmanager
 def replaced_forwards(layers: Iterable[nn.Module], function: Callable[..., Any]) -> Iterator[None]:
     """While it lasts, calling a layer calls `function(layer, forward, *args, **kwargs)`."""
-    own = {layer: layer.__dict__.get("forward") for layer in layers}
-    for layer in own:
-        layer.forward = partial(function, layer, layer.forward)
-    try:
+    different = dict.fromkeys(layers)  # layers that are alike may be one module
+    with replaced((vars(layer), "forward", partial(function, layer, layer.forward)) for layer in different):
         yield
-    finally:
-        for layer, forward in own.items():
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
 
 
 @contextmanager
@@ -99,19 +93,14 @@ def without_garbage_collection() -> Iterator[None]:
 @contextmanager
 def buffers_on_meta(model: nn.Module) -> Iterator[None]:
     """While it lasts, tensors of the model that are real, such as rotary frequencies, are on meta."""
-    changed: list[tuple[dict[str, Any], str, Tensor]] = []
+    changes: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         for table in (module._buffers, vars(module)):
             for name, value in table.items():
                 if isinstance(value, Tensor) and not value.is_meta:
-                    changed.append((table, name, value))
-    for table, name, value in changed:
-        table[name] = value.to("meta")
-    try:
+                    changes.append((table, name, value.to("meta")))
+    with replaced(changes):
         yield
-    finally:
-        for table, name, value in changed:
-            table[name] = value
 
 
 def shared_configs(layer: nn.Module) -> dict[int, Any]:

@@ -44,7 +44,9 @@ class SlicedAttention:
     """An attention function of transformers' registry; the arguments are those of `slice_attention`."""
 
     def __init__(self, attention: str, num_slices: int, group: dist.ProcessGroup | None) -> None:
-        self.attention, self.num_slices, self.group = attention, num_slices, group
+        self.attention = attention
+        self.num_slices = num_slices
+        self.group = group
 
     def __call__(
         self,
@@ -105,12 +107,15 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_slices: int, group: dist.ProcessGroup | None, to_heads: bool) -> Tensor:
-        ctx.num_slices, ctx.group, ctx.to_heads = num_slices, group, to_heads
-        return (_to_heads if to_heads else _to_tokens)(x, num_slices, group)
+        ctx.num_slices = num_slices
+        ctx.group = group
+        ctx.to_heads = to_heads
+        return _to_heads(x, num_slices, group) if to_heads else _to_tokens(x, num_slices, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (_to_tokens if ctx.to_heads else _to_heads)(grads[0], ctx.num_slices, ctx.group), None, None, None
+        back = _to_tokens if ctx.to_heads else _to_heads
+        return back(grads[0], ctx.num_slices, ctx.group), None, None, None
 
 
 def _to_heads(x: Tensor, num_slices: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -44,8 +44,10 @@ class Step:
         branches: Tensor | None = None,
         places: Tensor | None = None,
     ) -> None:
-        self.positions, self.slots = positions, slots
-        self.branches, self.branch_places = branches, places
+        self.positions = positions
+        self.slots = slots
+        self.branches = branches
+        self.branch_places = places
         self._places: dict[tuple[int, int], Tensor] = {}
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
@@ -61,7 +63,8 @@ class Step:
     def mask(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """The mask added to logits, [num_slots, 1, 1, length]: 0 for keys that a row sees, -inf for the others."""
         assert self.positions is not None
-        window = window if window is not None and window < length else None
+        if window is not None and window >= length:
+            window = None
         key = (length, window, dtype)
         if key not in self._masks:
             ago = self.positions[:, None] - torch.arange(length, device=self.positions.device)
@@ -174,8 +177,10 @@ def _attend_to_prompt(
     if is_plain and mask is None and (window is None or window >= length):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=num_groups > 1)
         return out.transpose(1, 2)
-    key, value = key.repeat_interleave(num_groups, 1), value.repeat_interleave(num_groups, 1)
-    positions, blocks = torch.arange(length, device=query.device), []
+    key = key.repeat_interleave(num_groups, 1)
+    value = value.repeat_interleave(num_groups, 1)
+    positions = torch.arange(length, device=query.device)
+    blocks: list[Tensor] = []
     window = length if window is None else window
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
@@ -186,7 +191,9 @@ def _attend_to_prompt(
             seen.masked_fill_((ago < 0) | (ago >= window), float("-inf"))
         else:
             seen = mask[:, :, start:end, :end]
-        q, k, v = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        q = query[:, :, start:end]
+        k = key[:, :, first:end]
+        v = value[:, :, first:end]
         if is_plain:
             blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale))
         else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.layers.experts.rows import Rows, uses_kernels
+from qlora_fsdp.layers.experts.rows import RowOrder, uses_kernels
 
 RANK_MULTIPLE = 8  # grouped products want rows of a multiple of 16 bytes
 
@@ -55,7 +55,7 @@ class ExpertMatrix(NamedTuple):
         self.fill(out_ERX)
         return out_ERX
 
-    def gradient(self, low_SR: Tensor, x_SX: Tensor, rows: Rows) -> Tensor:
+    def gradient(self, low_SR: Tensor, x_SX: Tensor, rows: RowOrder) -> Tensor:
         """The gradient of `stored`, float32.
 
         Args:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -27,7 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter, ExpertMatrix
 from qlora_fsdp.layers.experts.gate import Activation
 from qlora_fsdp.layers.experts.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
-from qlora_fsdp.layers.experts.rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
+from qlora_fsdp.layers.experts.rows import ActivationBackward, RowOrder, activate, combine, gather, sort_rows
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 from qlora_fsdp.layers.tiles import Tiles, in_tiles
 
@@ -117,7 +118,7 @@ class ExpertLoad:
 
     counts: Tensor | None = None
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: RowOrder) -> None:
         """Count the rows of a forward pass. The host does not wait, so a CUDA graph can record it."""
         ends = rows.ends.long()
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -149,7 +150,7 @@ class Experts:
         rows: the order of rows by expert, once forward has found it. Backward takes it from here.
     """
 
-    rows: Rows
+    rows: RowOrder
 
     def __init__(self, module: Any, adapters: Mapping[str, ExpertAdapter]) -> None:
         names = expert_weight_names(module)
@@ -187,8 +188,8 @@ class _Up(torch.autograd.Function):
         del input_SH
         if experts.up_bias is not None:
             y_SU += experts.up_bias[rows.expert()]
-        activation, width = experts.activation, experts.activation.width(y_SU.shape[1])
-        activated = partial(activate, y_SU, w_S, activation)
+        width = experts.activation.width(y_SU.shape[1])
+        activated = partial(activate, y_SU, w_S, experts.activation)
         act_SI, low_down_SR = beside_low_rank(width, activated, experts.down_a, rows, y_SU)
         ctx.save_for_backward(x_TH, w_TK, y_SU, low_up_SR)
         ctx.experts = experts
@@ -196,10 +197,13 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_act_SI, grad_low_down_SR), experts = grads, cast(Experts, ctx.experts)
+        grad_act_SI, grad_low_down_SR = grads
+        experts = cast(Experts, ctx.experts)
         x_TH, w_TK, y_SU, low_up_SR = ctx.saved_tensors
         ctx.experts = None  # `ctx` lives until all layers have run backward
-        rows, hidden, num_outputs = experts.rows, x_TH.shape[1], y_SU.shape[1]
+        rows = experts.rows
+        hidden = x_TH.shape[1]
+        num_outputs = y_SU.shape[1]
         w_S = w_TK.flatten().index_select(0, rows.order)
         backward = ActivationBackward(y_SU, w_S, grad_act_SI, experts.activation)
         grad_SU, grad_low_up_SR = beside_low_rank(num_outputs, backward, experts.up_b, rows, x_TH)
@@ -237,20 +241,26 @@ class _Down(torch.autograd.Function):
         experts: Experts,
         *_: Tensor,
     ) -> Tensor:
-        rows, input_SI = experts.rows, with_low_rank(act_SI, low_SR)
+        rows = experts.rows
+        input_SI = with_low_rank(act_SI, low_SR)
         y_TH = combine(product(input_SI, experts.down, experts.down_b, experts.is_transposed, rows), rows)
         if experts.down_bias is not None:
             y_TH += _spread(w_TK, index_TK, experts.num_experts).to(y_TH.dtype) @ experts.down_bias
-            ctx.index_TK, ctx.weights_dtype = index_TK, w_TK.dtype
+            ctx.index_TK = index_TK
+            ctx.weights_dtype = w_TK.dtype
         # Not with save_for_backward: it would be the last saved tensor, and the product above computed again.
-        ctx.low_SR, ctx.experts = None if low_SR is None else low_SR.detach(), experts
+        ctx.low_SR = None if low_SR is None else low_SR.detach()
+        ctx.experts = experts
         return y_TH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_TH,), experts, low_SR = grads, cast(Experts, ctx.experts), ctx.low_SR
+        (grad_TH,) = grads
+        experts = cast(Experts, ctx.experts)
+        low_SR = ctx.low_SR
         ctx.experts = ctx.low_SR = None
-        rows, hidden = experts.rows, grad_TH.shape[1]
+        rows = experts.rows
+        hidden = grad_TH.shape[1]
         gathered = partial(gather, grad_TH, rows)
         grad_SH, grad_low_SR = beside_low_rank(hidden, gathered, experts.down_b, rows, grad_TH)
         grad_act_SI = product(grad_SH, experts.down, experts.down_a, not experts.is_transposed, rows)
@@ -266,3 +276,42 @@ class _Down(torch.autograd.Function):
 def _spread(w_TK: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
     """The routing weights as a matrix [T, E] that is zero for experts a token does not have."""
     return w_TK.new_zeros(w_TK.shape[0], num_experts).scatter_add_(1, index_TK, w_TK)
+
+
+class ExpertLora(ParamWrapper):
+    """The adapters of all experts, one for each, of one weight: PEFT's `lora.ParamWrapper` on fused experts.
+
+    PEFT nests wrappers, one around another, if several weights of a module are adapted. The outermost is called, and
+    computes the experts with the adapters of all. Parameters, names, saving and loading are PEFT's.
+    """
+
+    def get_param(self) -> Tensor:
+        """The adapted weight; of a quantized one, a tensor on meta of its shape."""
+        weight = getattr(self.get_base_layer(), self.parameter_name)
+        if isinstance(weight, QuantizedExpertWeight):
+            return torch.empty(weight.shape, dtype=weight.compute_dtype, device="meta")
+        return cast(Tensor, weight)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x_TH, each token's experts [T, K] and their weights [T, K] -> y_TH."""
+        return experts_forward(self.get_base_layer(), hidden_states, top_k_index, top_k_weights, self.adapters())
+
+    def adapters(self) -> dict[str, ExpertAdapter]:
+        if self.disable_adapters:
+            return {}
+        (name,) = self.active_adapters
+        experts = self.get_base_layer()
+        is_swapped = sums_over_rows(experts) != experts.is_transposed
+        found: dict[str, ExpertAdapter] = {}
+        layer: nn.Module = self
+        while isinstance(layer, ExpertLora):
+            lora_a, lora_b = cast(nn.Linear, layer.lora_A[name]), cast(nn.Linear, layer.lora_B[name])
+            found[layer.parameter_name] = ExpertAdapter(lora_a, lora_b, layer.scaling[name], is_swapped)
+            layer = layer.base_layer
+        return found
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """PEFT's merge, which is refused on codes: there is no weight to add to. `qlora-fsdp merge` merges those."""
+        if isinstance(getattr(self.get_base_layer(), self.parameter_name), QuantizedExpertWeight):
+            raise NotImplementedError("a quantized base can't be merged in place: use qlora-fsdp merge")
+        super().merge(safe_merge, adapter_names)

@@ -40,7 +40,8 @@ class Gate(NamedTuple):
     def __call__(self, y_SU: Tensor) -> Tensor:
         """[S, 2 I] -> [S, I], in plain torch."""
         gate, up = (y_SU[:, ::2], y_SU[:, 1::2]) if self.is_interleaved else y_SU.chunk(2, 1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
         act = gate * torch.sigmoid(self.alpha * gate) if self.kind == "silu" else F.gelu(gate, approximate="tanh")
         return act * (up + self.offset)
 

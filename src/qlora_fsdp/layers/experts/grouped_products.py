@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.experts.adapter import ExpertMatrix
-from qlora_fsdp.layers.experts.rows import Rows
+from qlora_fsdp.layers.experts.rows import RowOrder
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 
 # What the dequantized weights of one product may take: four times as much as the rows that go in and come out, within
@@ -26,7 +26,7 @@ ExpertWeight = QuantizedExpertWeight | nn.Parameter
 
 
 def beside_low_rank(
-    width: int, fill: Callable[[Tensor], None], low_rank: ExpertMatrix | None, rows: Rows, like: Tensor
+    width: int, fill: Callable[[Tensor], None], low_rank: ExpertMatrix | None, rows: RowOrder, like: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A factor of a large product, with the low-rank product that is to be added to it in columns of its own.
 
@@ -62,7 +62,7 @@ def with_low_rank(factor: Tensor, low_rank: Tensor | None) -> Tensor:
 
 
 def product(
-    input_SK: Tensor, weight: ExpertWeight, extra: ExpertMatrix | None, sums_over_rows: bool, rows: Rows
+    input_SK: Tensor, weight: ExpertWeight, extra: ExpertMatrix | None, sums_over_rows: bool, rows: RowOrder
 ) -> Tensor:
     """Each row of the input times the weight of its expert: [S, N].
 
@@ -104,13 +104,19 @@ def _factor(
 ) -> Tensor:
     """The weights of some columns of a product with those of the low-rank product: [E, K + R, n] in `like`'s dtype."""
     num_experts, num_rows, num_columns = weight.shape
-    rank, first, size = 0 if extra is None else extra.rank, columns.start, columns.stop - columns.start
+    rank = 0 if extra is None else extra.rank
+    first = columns.start
+    size = columns.stop - first
+    first_row = 0
+    first_column = 0
     if sums_over_rows:
         both = like.new_empty(num_experts, num_rows + rank, size)
-        target, first_row, first_column = both[:, :num_rows], 0, first
+        target = both[:, :num_rows]
+        first_column = first
     else:
         both = like.new_empty(num_experts, size, num_columns + rank)
-        target, first_row, first_column = both[:, :, :num_columns], first, 0
+        target = both[:, :, :num_columns]
+        first_row = first
     if isinstance(weight, QuantizedExpertWeight):
         weight.fill(target, first_row, first_column)
     else:

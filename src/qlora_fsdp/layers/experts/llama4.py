@@ -26,7 +26,9 @@ class Llama4Experts(Llama4TextExperts):
     """
 
     has_gate = True
-    has_bias = has_post_expert_norm = is_transposed = False
+    has_bias = False
+    has_post_expert_norm = False
+    is_transposed = False
     sums_over_rows = True
 
     def _apply_gate(self, y_SU: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from qlora_fsdp.layers.kernels.launch import runs_kernels
 from qlora_fsdp.layers.quantized.format import has_triton
 
 
-class Rows(NamedTuple):
+class RowOrder(NamedTuple):
     """The order of rows by expert.
 
     Attributes:
@@ -43,17 +43,17 @@ class Rows(NamedTuple):
         return torch.searchsorted(self.ends, row, right=True)
 
 
-def sort_rows(index_TK: Tensor, num_experts: int) -> Rows:
+def sort_rows(index_TK: Tensor, num_experts: int) -> RowOrder:
     """The order of rows by expert, and of an expert's rows by token; the device alone finds it."""
     expert, order = index_TK.flatten().sort(stable=True)
     position = torch.empty_like(order, dtype=torch.int32)
     position[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
     experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-    return Rows(order.int(), position.view_as(index_TK), ends)
+    return RowOrder(order.int(), position.view_as(index_TK), ends)
 
 
-def gather(x_TH: Tensor, rows: Rows, out: Tensor) -> None:
+def gather(x_TH: Tensor, rows: RowOrder, out: Tensor) -> None:
     """Write each row's token into `out` [S, H], whose rows may be strided."""
     if uses_kernels(x_TH):
         from qlora_fsdp.layers.kernels import triton_experts
@@ -63,7 +63,7 @@ def gather(x_TH: Tensor, rows: Rows, out: Tensor) -> None:
         torch.index_select(x_TH, 0, rows.token, out=out)
 
 
-def combine(x_SH: Tensor, rows: Rows) -> Tensor:
+def combine(x_SH: Tensor, rows: RowOrder) -> Tensor:
     """The sum of each token's rows [T, H], added in float32."""
     if uses_kernels(x_SH):
         from qlora_fsdp.layers.kernels import triton_experts
@@ -101,11 +101,17 @@ class ActivationBackward:
     grad_w_S: Tensor
 
     def __init__(self, y_SU: Tensor, w_S: Tensor, grad_SI: Tensor, activation: Activation) -> None:
-        self.y_SU, self.w_S, self.grad_SI, self.activation = y_SU, w_S, grad_SI, activation
+        self.y_SU = y_SU
+        self.w_S = w_S
+        self.grad_SI = grad_SI
+        self.activation = activation
 
     def __call__(self, out: Tensor) -> None:
         """Compute the gradients; `out` [S, U] may have strided rows."""
-        y_SU, w_S, grad_SI, activation = self.y_SU, self.w_S, self.grad_SI, self.activation
+        y_SU = self.y_SU
+        w_S = self.w_S
+        grad_SI = self.grad_SI
+        activation = self.activation
         if activation.gate is not None and uses_kernels(y_SU):
             from qlora_fsdp.layers.kernels import triton_experts
 

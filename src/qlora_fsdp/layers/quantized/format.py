@@ -191,12 +191,14 @@ class Format:
         if self.is_4bit and out.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
-            books, origin = (code_book(self.quant_type, out.device), dynamic_map(out.device)), (first_row, first_column)
+            books = code_book(self.quant_type, out.device), dynamic_map(out.device)
+            origin = first_row, first_column
             nested = parts.get("nested_scales")
             triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, origin=origin)
             return
         num_groups, num_rows, num_columns = out.shape
-        rows, last_column = slice(first_row, first_row + num_rows), first_column + num_columns
+        rows = slice(first_row, first_row + num_rows)
+        last_column = first_column + num_columns
         if not self.is_4bit:
             some = codes.view(torch.int8).unflatten(0, (num_groups, -1))[:, rows, first_column:last_column]
             factors = (scales * INT8_DEQUANT_FACTOR).view(num_groups, -1, 1)[:, rows]
@@ -214,14 +216,16 @@ class Format:
         """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""
         if not self.double_quant:
             return parts["scales"]
-        nested, num_blocks = parts["nested_scales"], in_features // self.blocksize
+        nested = parts["nested_scales"]
+        num_blocks = in_features // self.blocksize
+        codes = self.unpack(parts["scales"], num_blocks)
         if nested.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
-            codes, out = self.unpack(parts["scales"], num_blocks), nested.new_empty(out_features, num_blocks)
+            out = nested.new_empty(out_features, num_blocks)
             return triton_dequantize.dequantize_scales(codes, nested, dynamic_map(nested.device), out)
         absmax: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-            self.unpack(parts["scales"], num_blocks),
+            codes,
             nested[:-1],
             dynamic_map(nested.device),
             NESTED_BLOCKSIZE,

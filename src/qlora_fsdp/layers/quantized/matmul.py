@@ -162,18 +162,22 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors joined along columns [N, sum of columns], without a copy where they already lie so in memory."""
     if len(tensors) == 1:
         return tensors[0] if tensors[0].stride(1) == 1 else tensors[0].contiguous()
-    first, width, offset = tensors[0], tensors[0].stride(0), tensors[0].storage_offset()
+    first = tensors[0]
+    start = first.storage_offset()
+    offset = start
     for tensor in tensors:
         same_storage = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same_storage or tensor.stride(0) != width or tensor.storage_offset() != offset:
+        is_next = tensor.stride(0) == first.stride(0) and tensor.storage_offset() == offset
+        if not same_storage or not is_next:
             return torch.cat(list(tensors), 1)
         offset += tensor.shape[1]
-    return first.as_strided((first.shape[0], offset - first.storage_offset()), first.stride(), first.storage_offset())
+    return first.as_strided((first.shape[0], offset - start), first.stride(), start)
 
 
 def _weights_by_row(layers: Sequence[FrozenLinear]) -> tuple[Tensor, Tensor]:
     """The weights joined along O, in fp8 [O, I], and one scale per row, fp32 [1, O]."""
-    sizes, scales = [layer.out_features for layer in layers], [layer.fp8_scales()[0] for layer in layers]
+    sizes = [layer.out_features for layer in layers]
+    scales = [layer.fp8_scales()[0] for layer in layers]
     out = torch.empty(sum(sizes), layers[0].in_features, dtype=torch.float8_e4m3fn, device=scales[0].device)
     for part, layer, scale in zip(out.split(sizes), layers, scales, strict=True):
         layer.fill_fp8(scale.reciprocal(), part, "row")
@@ -182,7 +186,8 @@ def _weights_by_row(layers: Sequence[FrozenLinear]) -> tuple[Tensor, Tensor]:
 
 def _weights_by_column(layers: Sequence[FrozenLinear]) -> tuple[Tensor, Tensor]:
     """The transposed weights joined along O, in fp8 [I, O], and one scale per row, fp32 [1, I], equal in a block."""
-    sizes, scale = [layer.out_features for layer in layers], layers[0].fp8_scales()[1]
+    sizes = [layer.out_features for layer in layers]
+    scale = layers[0].fp8_scales()[1]
     for layer in layers[1:]:
         scale = torch.maximum(scale, layer.fp8_scales()[1])
     out = torch.empty(layers[0].in_features, sum(sizes), dtype=torch.float8_e4m3fn, device=scale.device)

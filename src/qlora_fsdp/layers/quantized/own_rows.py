@@ -22,7 +22,8 @@ def own_rows(layer: QuantizedLinear) -> QuantizedLinear:
     """
     if not isinstance(layer.codes, DTensor):
         return layer
-    (first, last), (format, parts) = local_rows(layer.codes), own_parts(layer)
+    first, last = local_rows(layer.codes)
+    format, parts = own_parts(layer)
     own = QuantizedLinear(layer.in_features, last - first, layer.bias is not None, format, layer.compute_dtype)
     fill_parts(own, parts)
     if layer.bias is not None:
@@ -43,13 +44,12 @@ def own_parts(weight: StoredWeight) -> tuple[Format, dict[str, Tensor]]:
     Double quantization counts blocks of scales across rows. If one of them began in the rows of the rank before, the
     scales are dequantized, and the format is one without double quantization.
     """
-    format, parts = weight.format, {name: local_tensor(part) for name, part in weight.named_parts().items()}
+    format = weight.format
+    parts = {name: local_tensor(part) for name, part in weight.named_parts().items()}
     if not format.double_quant:
         return format, parts
-    nested, num_blocks = (
-        gather_whole(weight.nested_scales, parts["codes"].device),
-        weight.in_features // format.blocksize,
-    )
+    nested = gather_whole(weight.nested_scales, parts["codes"].device)
+    num_blocks = weight.in_features // format.blocksize
     first, last = (row * num_blocks for row in local_rows(weight.codes))
     if first % NESTED_BLOCKSIZE == 0:
         groups = nested[first // NESTED_BLOCKSIZE : -(last // -NESTED_BLOCKSIZE)]

@@ -37,7 +37,10 @@ class StoredWeight(nn.Module):
         self, out_features: int, in_features: int, format: Format, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """Set the attributes, and make the Parameters without values; `device` is usually meta."""
-        self.out_features, self.in_features, self.format, self.compute_dtype = out_features, in_features, format, dtype
+        self.out_features = out_features
+        self.in_features = in_features
+        self.format = format
+        self.compute_dtype = dtype
         parts = format.parts(out_features, in_features)
         self.part_names = list(parts)
         for name, (shape, part_dtype) in parts.items():

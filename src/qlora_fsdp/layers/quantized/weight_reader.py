@@ -57,7 +57,8 @@ class WeightReader:
     def __init__(
         self, model: nn.Module, device: torch.device, keeping: Iterable[nn.Module] = (), holds: bool = False
     ) -> None:
-        self.holds, self.held = holds, dict[QuantizedLinear, Tensor]()
+        self.holds = holds
+        self.held: dict[QuantizedLinear, Tensor] = {}
         self.layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         self.kept = [part for layer in keeping for part in layer.modules() if isinstance(part, QuantizedLinear)]
         self.order: list[QuantizedLinear] = []
@@ -112,7 +113,9 @@ class WeightReader:
         Args:
             keeps: whether weights that are read again are kept. Not without a backward, which would read them.
         """
-        self._index, self._keeps, self._is_used = 0, keeps, False
+        self._index = 0
+        self._keeps = keeps
+        self._is_used = False
         with self._read_by(self._take):
             try:
                 yield
