@@ -37,10 +37,9 @@ from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.model.trials.miniature import miniature
-from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.live_bytes import LiveBytes
-from qlora_fsdp.tracing.meta_batch import batch_on_meta
-from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableModel, trace_config
+from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableModel, batch_on_meta, trace_config
+from qlora_fsdp.tracing.surroundings import fused_attention
 from qlora_fsdp.tracing.trace import Trace
 
 TOKENS = 32

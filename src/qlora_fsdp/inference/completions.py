@@ -14,7 +14,7 @@ from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.generation_file import blaming_file, generation_config
 from qlora_fsdp.inference.prompts import pad_left
-from qlora_fsdp.memory.slots import MAX_SLOTS
+from qlora_fsdp.memory.generation import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log

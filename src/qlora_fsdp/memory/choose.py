@@ -25,10 +25,11 @@ from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
 # Tokens of a micro-batch that auto chooses, if a sequence has no more: more gains nothing, on a GPU and on a CPU.
-MAX_TOKENS, CPU_TOKENS = 2**15, 2**11
+MAX_TOKENS = 2**15
+CPU_TOKENS = 2**11
 CLOSE = 0.01  # a plan whose predicted speed is this close to the best counts as equally fast
-MARGIN = 0.05  # share of the free memory that is not planned with
-SPARE = 0.10  # share of the target that is left free by what a run can do without: whole copies, kept weights
+MARGIN = 0.05  # part of the free memory that is not planned with
+SPARE = 0.10  # part of the target that is left free by what a run can do without: whole copies, kept weights
 TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
 
 
@@ -71,9 +72,11 @@ def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice
     for shared in ways_to_share(work):
         choice = _choose_strategy(shared, target, gpu, host)
         if choice.fits:
-            plan, num_slices = alone.plan, shared.config.distributed.num_slices
+            plan = alone.plan
+            num_slices = shared.config.distributed.num_slices
             why = f"on one it would need {plan.needed / GIB:.2f} of {target / GIB:.2f} GiB"
-            why += f", and {plan.host_needed / GIB:.1f} GiB of host memory a host" if plan.needed <= target else ""
+            if plan.needed <= target:
+                why += f", and {plan.host_needed / GIB:.1f} GiB of host memory a host"
             sharing = f"{num_slices} GPUs share each sequence (distributed.context_parallel=auto): {why}"
             return replace(choice, sharing=sharing)
     return alone
@@ -186,8 +189,10 @@ def micro_batch_sizes(work: Workload) -> list[int]:
     assert training.global_batch_size is not None
     part = training.global_batch_size // work.num_groups
     length = -(training.max_length // -work.config.distributed.num_slices)
-    most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // length)
-    sizes = [size for size in (2**power for power in range(part.bit_length())) if part % size == 0 and size <= most]
+    max_tokens = MAX_TOKENS if work.is_cuda else CPU_TOKENS
+    most = max(1, max_tokens // length)
+    powers = [2**power for power in range(part.bit_length())]
+    sizes = [size for size in powers if part % size == 0 and size <= most]
     return sizes if work.is_cuda else sizes[-1:]
 
 
@@ -211,13 +216,17 @@ def with_tiles(work: Workload) -> Workload | None:
 
 def describe_choice(plan: MemoryPlan) -> str:
     """Describe the choice: the activation policies, and what else stays from forward to backward."""
-    stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
+    text = f"activations {describe_policies(plan.policies)}"
     tile = plan.work.config.memory.num_tile_tokens
-    tiles = "" if tile is None else f", MLPs in tiles of {tile:,} tokens"
+    if tile is not None:
+        text += f", MLPs in tiles of {tile:,} tokens"
+    if plan.work.num_shards > 1 and not plan.work.reshards:
+        text += ", layers gathered once a pass"
     number = plan.num_kept_dequantized
-    until = "for the whole run" if plan.work.holds_dequantized else "until backward"
-    kept = f", dequantized weights of {number} layers kept {until}" if number else ""
-    return f"activations {describe_policies(plan.policies)}{tiles}{stays}{kept}"
+    if number:
+        until = "for the whole run" if plan.work.holds_dequantized else "until backward"
+        text += f", dequantized weights of {number} layers kept {until}"
+    return text
 
 
 def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:

@@ -16,6 +16,7 @@ from qlora_fsdp.common.nvidia_smi import query_gpus
 
 GPUS_A_HOST = 8
 MAX_GIB = 1024  # a larger number is not understood as the memory of a GPU
+UNITS = {"m": 2**-10, "g": 1.0, "t": 2**10}  # GiB, by the first letter
 NETWORK_GB_S = 25.0  # per GPU, between hosts
 
 
@@ -65,14 +66,18 @@ def parse_hardware(text: str) -> Hardware:
     Raises:
         ConfigError: the text is neither. The message has the names that were probably meant.
     """
-    match = re.fullmatch(r"(?:(\d+)x)?([a-z0-9.-]+)", text.lower())
-    count = int(match.group(1) or 1) if match else 0
-    name = match.group(2) if match else text.lower()
+    count = 0
+    name = text.lower()
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z0-9.-]+)", name)
+    if match is not None:
+        count = int(match.group(1) or 1)
+        name = match.group(2)
     size = re.fullmatch(r"(\d+(?:\.\d+)?)(?:gib|gb|g)?", name)
     if size is not None and not 0 < float(size.group(1)) <= MAX_GIB:
         size = None
     if count and name in known_gpus():
-        gpu, note = known_gpus()[name], ""
+        gpu = known_gpus()[name]
+        note = ""
     elif count and size is not None:
         gib = float(size.group(1))
         gpu = gpu_of_size(gib)
@@ -91,21 +96,31 @@ def visible_hardware() -> Hardware | None:
 
     If they differ, the one with the least memory stands for all.
     """
-    rows = [row for row in query_gpus("index", "uuid", "memory.total", "name") if row[2].isdecimal()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        wanted = [name.strip() for name in visible.split(",") if name.strip()]
-        rows = [row for row in rows if any(row[0] == name or row[1].startswith(name) for name in wanted)]
-    if not rows:
+    found = [
+        (int(mib) / 1024, name)
+        for index, uuid, mib, name in query_gpus("index", "uuid", "memory.total", "name")
+        if mib.isdecimal() and _is_visible(index, uuid)
+    ]
+    if not found:
         return None
-    least = min(rows, key=lambda row: int(row[2]))
-    gib, name = int(least[2]) / 1024, least[3]
+    gib, name = min(found, key=lambda one: one[0])
+    note = "as nvidia-smi found"
     gpu = find_gpu(name)
-    notes = ["as nvidia-smi found" if gpu else f"as nvidia-smi found, rates as of {gpu_of_size(gib).name}"]
-    if any(row[3] != name for row in rows):
-        notes.append("they differ: this one has the least memory")
-    gpu = gpu or replace(gpu_of_size(gib), name=name, gib=gib)
-    return _on_hosts(gpu, len(rows), "; ".join(notes))
+    if gpu is None:
+        note += f", rates as of {gpu_of_size(gib).name}"
+        gpu = replace(gpu_of_size(gib), name=name, gib=gib)
+    if any(other != name for _, other in found):
+        note += "; they differ: this one has the least memory"
+    return _on_hosts(gpu, len(found), note)
+
+
+def _is_visible(index: str, uuid: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES leaves a GPU, by its index or the beginning of its id."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return True
+    wanted = [name.strip() for name in visible.split(",") if name.strip()]
+    return any(index == name or uuid.startswith(name) for name in wanted)
 
 
 def _on_hosts(gpu: Gpu, count: int, note: str) -> Hardware:
@@ -118,17 +133,25 @@ def _on_hosts(gpu: Gpu, count: int, note: str) -> Hardware:
 
 def _nearest(text: str) -> list[str]:
     """Guess what was meant: a count after the name, another sign or unit, a part of a name, or a typo."""
-    before = re.fullmatch(r"(\d{1,4})(?:\s*[x*]\s*|\s+)(.+)", text)
+    count = "1"
+    name = text
+    count_first = re.fullmatch(r"(\d{1,4})(?:\s*[x*]\s*|\s+)(.+)", text)
     name_first = re.fullmatch(r"(.*\d[a-z]*)\s*[x*]\s*(\d{1,3})", text)
-    count, name = before.groups() if before else name_first.groups()[::-1] if name_first else ("1", text)
+    if count_first is not None:
+        count, name = count_first.groups()
+    elif name_first is not None:
+        name, count = name_first.groups()
+    number = max(1, int(count))
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", name)
     if size is not None:
-        gib = float(size.group(1)) * {"m": 2**-10, "t": 2**10}.get(size.group(2)[0], 1)
-        is_size = size.group(2)[0] in "gmt" and 1 <= gib <= MAX_GIB
-        return [f"{max(1, int(count))}x{gib:g}gib"] if is_size else []
-    known = [gpu for gpu in known_gpus() if name and (name in gpu or gpu in name)]
-    known = known or difflib.get_close_matches(name, known_gpus(), n=3, cutoff=0.4)
-    return [f"{max(1, int(count))}x{gpu}" for gpu in sorted(known, key=lambda gpu: gpu != name)[:3]]
+        unit = UNITS.get(size.group(2)[0])
+        gib = 0.0 if unit is None else float(size.group(1)) * unit
+        return [f"{number}x{gib:g}gib"] if 1 <= gib <= MAX_GIB else []
+    near = [gpu for gpu in known_gpus() if name and (name in gpu or gpu in name)]
+    if not near:
+        near = difflib.get_close_matches(name, known_gpus(), n=3, cutoff=0.4)
+    near.sort(key=lambda gpu: gpu != name)
+    return [f"{number}x{gpu}" for gpu in near[:3]]
 
 
 def gpu_of_size(gib: float) -> Gpu:

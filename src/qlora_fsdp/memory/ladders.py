@@ -103,10 +103,16 @@ def _within_host(plan: MemoryPlan, make_plan: Callable[[tuple[Policy, ...]], Mem
     with_results = [index for index, policy in enumerate(plan.policies) if policy is Policy.offload_attention]
 
     def without(number: int) -> MemoryPlan:
-        some = with_results[:number]
-        return make_plan(tuple(Policy.offload if index in some else each for index, each in enumerate(plan.policies)))
+        policies = list(plan.policies)
+        for index in with_results[:number]:
+            policies[index] = Policy.offload
+        return make_plan(tuple(policies))
 
-    return without(bisect_left(range(len(with_results)), True, key=lambda number: without(number).host_needed <= host))
+    def fits(number: int) -> bool:
+        return without(number).host_needed <= host
+
+    least = bisect_left(range(len(with_results)), True, key=fits)
+    return without(least)
 
 
 def _from_fast_to_small(

@@ -38,8 +38,8 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
     Returns:
         None if not even a row of `UNIT` tokens fits.
     """
-    num_slices = work.config.distributed.num_slices
-    plans = {length: _smallest_plan(work, length) for length in (slice * num_slices for slice in FIRST)}
+    lengths = [tokens * work.config.distributed.num_slices for tokens in FIRST]
+    plans = {length: _smallest_plan(work, length) for length in lengths}
     for _ in range(MAX_TRIES):
         length = _meeting(plans, target)
         if length in plans:
@@ -77,8 +77,11 @@ def describe_longest(
         name: the model's name.
         positions: that the model knows; None if it does not say.
     """
-    found, wanted = [], work.config.distributed
-    for count in sorted({count for count in (*COUNTS, hardware.count) if count % wanted.num_slices == 0}):
+    found: list[MemoryPlan] = []
+    wanted = work.config.distributed
+    for count in sorted({*COUNTS, hardware.count}):
+        if count % wanted.num_slices:
+            continue
         ranks = replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST))
         plan = longest(_most_shared(ranks), target)
         if plan is not None:

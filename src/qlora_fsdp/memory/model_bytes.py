@@ -9,7 +9,8 @@ The embeddings and the head are called the ends of the model here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 
@@ -19,6 +20,60 @@ from qlora_fsdp.memory.parameter_bytes import ParameterBytes, optimizer_bytes, s
 from qlora_fsdp.memory.workload import Workload
 
 BytesByPart = dict[str, int]  # the keys are those of memory/show.PARTS
+MIN_8BIT_ELEMENTS = 4096  # for smaller tensors, bitsandbytes' 8-bit AdamW keeps fp32 state
+BLOCK_8BIT = 256  # elements of its 8-bit state that share one fp32 scale
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes by kind of parameter, of a layer or of a whole model, whole or of one shard.
+
+    Attributes:
+        codes: quantized weights of linear layers.
+        scales: the scales of these codes, with the second level of double quantization.
+        full_precision: norms, biases, and linear layers that are not quantized.
+        embeddings: input embeddings and output head, where they are frozen.
+        adapters: everything that is trained, which is in fp32.
+    """
+
+    codes: int = 0
+    scales: int = 0
+    full_precision: int = 0
+    embeddings: int = 0
+    adapters: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def sum_bytes(tensors: Iterable[ParameterSize], num_shards: int = 1) -> ParameterBytes:
+    """The tensors' bytes in one of `num_shards` shards."""
+    totals: dict[str, int] = {}
+    for tensor in tensors:
+        totals[tensor.part] = totals.get(tensor.part, 0) + tensor.shard_bytes(num_shards)
+    return ParameterBytes(**totals)
+
+
+def optimizer_bytes(tensors: Iterable[ParameterSize], optimizer: Optimizer, num_shards: int) -> int:
+    """Bytes of the two moments that the optimizer keeps of one shard of the trained tensors."""
+    trained = (tensor.shard_bytes(num_shards) // FLOAT32_BYTES for tensor in tensors if tensor.part == "adapters")
+    return sum(_moment_bytes(num_elements, optimizer) for num_elements in trained)
+
+
+def _moment_bytes(num_elements: int, optimizer: Optimizer) -> int:
+    match optimizer:
+        case Optimizer.adamw:
+            return num_elements * 2 * FLOAT32_BYTES
+        case Optimizer.adamw_8bit if num_elements < MIN_8BIT_ELEMENTS:
+            return num_elements * 2 * FLOAT32_BYTES
+        case Optimizer.adamw_8bit:
+            num_blocks = -(num_elements // -BLOCK_8BIT)
+            return 2 * (num_elements + num_blocks * FLOAT32_BYTES)
+        case _:
+            assert_never(optimizer)
 
 
 class ModelBytes:
@@ -40,23 +95,26 @@ class ModelBytes:
     """
 
     def __init__(self, work: Workload) -> None:
-        config, shards = work.config, work.num_shards
-        self.work, self.parts = work, work.parts
+        self.work = work
+        self.parts = work.parts
         self.layers = [kind.tensors for kind in work.layers]
-        of_kinds = [sum_bytes(kind.tensors) for kind in self.parts.kinds]
-        self.layer_adapters = [of_kinds[kind].adapters for kind in self.parts.layers]
         self.ends = self.parts.ends
         self.whole_ends = {name: sum_bytes(tensors) for name, tensors in self.ends.items()}
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
-        self.shard = sum_bytes(self.tensors, shards)
+        self.shard = sum_bytes(self.tensors, work.num_shards)
+        kinds = [sum_bytes(kind.tensors) for kind in self.parts.kinds]
         codes = [work.read_codes(kind.tensors) for kind in self.parts.kinds]
-        gathered = [layer.total - sum(read) for layer, read in zip(of_kinds, codes, strict=True)]
-        self.gathered_layer = max(gathered[kind] for kind in self.parts.layers) if work.uses_fsdp else 0
+        self.layer_adapters = [kinds[kind].adapters for kind in self.parts.layers]
+        self.gathered_layer = 0
+        if work.uses_fsdp:
+            self.gathered_layer = max(kinds[kind].total - sum(codes[kind]) for kind in self.parts.layers)
         self.code_buffers = self._code_buffers([codes[kind] for kind in self.parts.layers])
-        self.held_head = self._beyond_shard(self.whole_ends["head"].total) if work.reads_end("head") else 0
+        self.held_head = 0
+        if work.reads_end("head"):
+            self.held_head = self._beyond_shard(self.whole_ends["head"].total)
         self.all_trained = sum_bytes(self.tensors).adapters
-        self.optimizer = optimizer_bytes(self.tensors, config.optim.name, shards)
-        self.is_offloaded = config.fsdp.cpu_offload
+        self.optimizer = optimizer_bytes(self.tensors, work.config.optim.name, work.num_shards)
+        self.is_offloaded = work.config.fsdp.cpu_offload
 
     def _code_buffers(self, layers: Sequence[Sequence[int]]) -> int:
         """Bytes of all sets of buffers, given the bytes of each layer's codes. A set has room for all its layers.

@@ -42,12 +42,19 @@ class DequantizedWeights:
     """
 
     def __init__(self, work: Workload, num_kept: int | None = None) -> None:
-        layers, holds, is_ahead = work.layers, work.holds_dequantized, num_kept is not None
-        first_kept = len(layers) - (num_kept or 0)
-        sizes = [layer.dequantized * (index >= first_kept) for index, layer in enumerate(layers)]
-        self.held, self.kept = (sum(sizes), [0] * len(layers)) if holds else (0, sizes)
-        self._is_held = [holds and index >= first_kept for index in range(len(layers))]
-        self.ahead = [layer.ahead * (is_ahead and not held) for layer, held in zip(layers, self._is_held, strict=True)]
+        self.held = 0
+        self.kept: list[int] = []
+        self.ahead: list[int] = []
+        self._is_held: list[bool] = []
+        first_kept = len(work.layers) - (num_kept or 0)
+        for index, layer in enumerate(work.layers):
+            is_kept = index >= first_kept
+            is_held = is_kept and work.holds_dequantized
+            if is_held:
+                self.held += layer.dequantized
+            self.kept.append(layer.dequantized if is_kept and not is_held else 0)
+            self.ahead.append(layer.ahead if num_kept is not None and not is_held else 0)
+            self._is_held.append(is_held)
         self.is_freed = work.uses_fsdp and work.reshards  # each layer, after its forward
 
     def kept_before(self, index: int) -> int:
@@ -61,7 +68,8 @@ class DequantizedWeights:
 
     def at_turn(self) -> int:
         """Bytes between forward and backward. The weight that comes first then is there, unless its layer was freed."""
-        return sum(self.kept) + (0 if self.kept[-1] or self.is_freed else self.ahead[-1])
+        is_there = not self.kept[-1] and not self.is_freed
+        return sum(self.kept) + (self.ahead[-1] if is_there else 0)
 
 
 def forward_moments(

@@ -35,14 +35,15 @@ from qlora_fsdp.common.sizes import (
 )
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
+from qlora_fsdp.memory.generation import generation_bytes
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.moments import WORKSPACE, DequantizedWeights, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.slots import generation_bytes
 from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 PHASES = ("load", "forward", "backward", "step")
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
@@ -54,12 +55,16 @@ GRAPH_LAYER = 460 * 2**10  # of each CUDA graph but the first, for a transformer
 NCCL_SLICES = 400 * MIB  # of a second communicator, for ranks that share sequences; assumed, not measured yet
 # What torch's allocator holds beyond the tensors, with expandable segments: 3 % of what is allocated and freed in a
 # step, and 128 MiB because it has a range of memory for each stream and size class, whose last page is partly used.
-FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-# With offloaded parameters, which come through several streams, the allocator also holds this share of the gathered
+FRAGMENTATION = 0.03
+LAST_PAGES = 128 * MIB
+# With offloaded parameters, which come through several streams, the allocator also holds this part of the gathered
 # bytes. 70B showed 0.38 (1.3 GiB of 3.4); the plan counts somewhat more.
 STREAMED = 0.45
-# Host memory of a rank: Python and the libraries; what CUDA and its libraries add; NCCL; the modules of one layer.
-HOST_PYTHON, HOST_CUDA, HOST_NCCL, HOST_LAYER = 580 * MIB, 950 * MIB, 360 * MIB, 3 * MIB // 2
+# Host memory of a rank
+HOST_PYTHON = 580 * MIB  # Python and the libraries
+HOST_CUDA = 950 * MIB  # what CUDA and its libraries add
+HOST_NCCL = 360 * MIB
+HOST_LAYER = 3 * MIB // 2  # the modules of one layer
 
 
 @dataclass(frozen=True)

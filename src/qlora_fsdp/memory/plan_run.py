@@ -125,10 +125,11 @@ def plan_run(
     )
     host = machine.host_available if machine.is_cuda else math.inf
     choice = use_spare(choose(work, machine.target, machine.gpu, host), machine.target)
-    plan, lines = choice.plan, []
+    plan = choice.plan
     _check_weights(plan, machine)
     _check_host(plan, machine)
     _check_cpu(plan, work, machine)
+    lines: list[str] = []
     if machine.is_cuda:
         lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
     lines.append(_reason(work, plan, machine))
@@ -154,9 +155,12 @@ def plan_run(
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
     """For a model that can't be traced: what is open takes the least memory."""
-    size, strategy = config.training.micro_batch_size, config.fsdp.sharding_strategy
-    size = 1 if size == AUTO else size
-    strategy = ShardingStrategy.FULL_SHARD if strategy is ShardingStrategy.auto else strategy
+    size = config.training.micro_batch_size
+    if size == AUTO:
+        size = 1
+    strategy = config.fsdp.sharding_strategy
+    if strategy is ShardingStrategy.auto:
+        strategy = ShardingStrategy.FULL_SHARD
     policies = fixed_policies(config.memory, num_layers) or (Policy.full,) * num_layers
     line = f"no plan, as this model can't be traced: {reason}; "
     line += f"micro-batch {size}, {strategy.value}, activations {describe_policies(policies)}"
@@ -178,31 +182,32 @@ def _reason(asked: Workload, plan: MemoryPlan, machine: Machine) -> str:
     """One line: what was chosen of what the settings leave open in `asked`, and why."""
     config = asked.config
     work = plan.work
-    is_tiled = work.config.memory.num_tile_tokens is not None
-    chosen = [
-        name
-        for name, is_auto in (
-            ("memory.activations", config.memory.activations is Activations.auto),
-            ("training.micro_batch_size", config.training.micro_batch_size == AUTO),
-            ("memory.tile_tokens", config.memory.tile_tokens == AUTO and is_tiled),
-        )
-        if is_auto
-    ]
-    setting = show("memory.target_gib", config.memory.target_gib)
-    target = f"{machine.target / GIB:.1f} GiB ({setting if config.memory.target_gib else 'free memory less 5 %'})"
-    what = f"micro-batch {work.micro_batch_size}, {describe_choice(plan)}"
-    by = f"auto chose {join_words(chosen)} for the best speed within {target}" if chosen else f"as set; {target}"
-    return f"{what} ({by})"
+    chosen = []
+    if config.memory.activations is Activations.auto:
+        chosen.append("memory.activations")
+    if config.training.micro_batch_size == AUTO:
+        chosen.append("training.micro_batch_size")
+    if config.memory.tile_tokens == AUTO and work.config.memory.num_tile_tokens is not None:
+        chosen.append("memory.tile_tokens")
+    said = "free memory less 5 %"
+    if config.memory.target_gib:
+        said = show("memory.target_gib", config.memory.target_gib)
+    target = f"{machine.target / GIB:.1f} GiB ({said})"
+    by = f"as set; {target}"
+    if chosen:
+        by = f"auto chose {join_words(chosen)} for the best speed within {target}"
+    return f"micro-batch {work.micro_batch_size}, {describe_choice(plan)} ({by})"
 
 
 def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
     """Refuse a run whose weights alone are too large. No error in the rest of the plan could change that."""
-    config, work = plan.work.config, plan.work
+    work = plan.work
+    config = work.config
     weights = plan.weight_bytes
     if weights <= machine.target:
         return
-    missing, share = (weights - machine.target) / GIB, f"{weights / GIB:.2f} GiB"
-    reason = f"is {missing:.2f} GiB less than a rank's weights take, {share}"
+    missing = (weights - machine.target) / GIB
+    reason = f"is {missing:.2f} GiB less than a rank's weights take, {weights / GIB:.2f} GiB"
     if machine.is_cuda:
         gpus = enough_gpus(work, machine.target, machine.gpu)
         more = f"Use {gpus.text}, or set fsdp=offload." if gpus else "Set fsdp=offload."
@@ -213,7 +218,9 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
         reason += "."
     adapters = plan.phases["load"]["adapters"]
     if adapters > weights / 2:
-        lower = f"Lower lora.r={config.lora.r}" + (", or set lora.experts=false" if work.parts.has_experts else "")
+        lower = f"Lower lora.r={config.lora.r}"
+        if work.parts.has_experts:
+            lower += ", or set lora.experts=false"
         more = f"{lower}: adapters take {adapters / GIB:.2f} GiB of it."
     if config.memory.target_gib is not None:
         raise ConfigError([problem_with(config, "memory.target_gib", reason, more)])
@@ -226,9 +233,9 @@ def _check_host(plan: MemoryPlan, machine: Machine) -> None:
     if needed <= machine.host_available or not machine.is_cuda:
         return
     pinned = plan.pinned * machine.local_num_ranks
-    is_auto = plan.work.config.memory.activations is Activations.auto  # which offloads what the GPU has no room for
     changes = {"parameters": "another than fsdp=offload", "activations": "memory=recompute"}
-    changes |= {"activations": "a smaller training.max_length"} if is_auto else {}
+    if plan.work.config.memory.activations is Activations.auto:  # it offloads what the GPU has no room for
+        changes["activations"] = "a smaller training.max_length"
     uses = [change for part, change in changes.items() if part in plan.host]
     fix = f"Set {' and '.join(uses)}" if uses else "Start fewer processes a host"
     raise MemoryShortage(
@@ -244,10 +251,12 @@ def _check_cpu(plan: MemoryPlan, work: Workload, machine: Machine) -> None:
     available = machine.host_available / machine.local_num_ranks
     if machine.is_cuda or needed <= available:
         return
-    fitting = [f"\n  {change.text}" for change in smaller_runs(work, machine.target, machine.gpu)[:MAX_SHOWN]]
+    fitting = smaller_runs(work, machine.target, machine.gpu)[:MAX_SHOWN]
+    fix = "Set model to a smaller one."
+    if fitting:
+        fix = "\n  ".join(["What would fit, by the plan:", *(change.text for change in fitting)])
     raise MemoryShortage(
         f"A rank's tensors need {needed / GIB:.1f} GiB of host memory by the plan, with a micro-batch of "
         f"{plan.work.micro_batch_size:,} x {work.batch.sequence_length:,} tokens, and {available / GIB:.1f} GiB "
-        "can be had (free memory and cgroup limits). "
-        + (f"What would fit, by the plan:{''.join(fitting)}" if fitting else "Set model to a smaller one.")
+        f"can be had (free memory and cgroup limits). {fix}"
     )

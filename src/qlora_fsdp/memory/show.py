@@ -84,9 +84,12 @@ def remarks(choice: Choice, target: float, gpu: Gpu) -> list[str]:
 
 def _launch_lines(choice: Choice) -> list[str]:
     """A line if `auto` lets GPUs share sequences, and one if the plan does without the CUDA graph that is asked for."""
-    line = "A CUDA graph of a micro-batch would leave too little room, so kernels are launched one by one"
-    shared = [] if choice.sharing is None else [choice.sharing]
-    return [*shared, *([line] if choice.gives_up_graph else [])]
+    lines = []
+    if choice.sharing is not None:
+        lines.append(choice.sharing)
+    if choice.gives_up_graph:
+        lines.append("A CUDA graph of a micro-batch would leave too little room, so kernels are launched one by one")
+    return lines
 
 
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
@@ -113,8 +116,10 @@ def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
 
 def _held_lines(plan: MemoryPlan, target: float, gpu: Gpu) -> list[str]:
     """One line if weights could stay for the whole run and that is faster, or if they should and can't; else none."""
-    if plan.work.config.memory.keep_dequantized == "run" and (why := _why_none_held(plan)) is not None:
-        return [f"memory.keep_dequantized=run does nothing here: {why}"]
+    if plan.work.config.memory.keep_dequantized == "run":
+        why = _why_none_held(plan)
+        if why is not None:
+            return [f"memory.keep_dequantized=run does nothing here: {why}"]
     held = dequantized_once(plan, target, gpu)
     if held is None:
         return []
@@ -137,9 +142,10 @@ def _why_none_held(plan: MemoryPlan) -> str | None:
 def changes_table(changes: Sequence[Change]) -> str:
     """One line per change: what to type, the GiB that the run then needs, and its speed."""
     width = max((len(change.text) for change in changes), default=0)
-    return "\n".join(
-        f"  {change.text:<{width}}  {_gib(change.plan.needed)} GiB, {change.speed:,.0f} tokens/s" for change in changes
-    )
+    lines = []
+    for change in changes:
+        lines.append(f"  {change.text:<{width}}  {_gib(change.plan.needed)} GiB, {change.speed:,.0f} tokens/s")
+    return "\n".join(lines)
 
 
 def as_json(plan: MemoryPlan) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Predicts how long an optimizer step takes: operations over the GPU's rates, with transfers overlapped as FSDP2 does.
 
-What a layer computes and how many bytes it moves is traced (tracing/operations.py), so that no kind of layer is
+What a layer computes and how many bytes it moves is traced (tracing/live_bytes.py), so that no kind of layer is
 described here. The prediction is good enough to rank choices. It is not a promise: a GPU whose allocator has to search
 for memory is slower. How much of its datasheet's rates a GPU reaches was found by fitting the first four constants
 below to more than 60 runs on H200s (docs/plan-validation.md).
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import is_captured
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.parameter_bytes import sum_bytes
+from qlora_fsdp.memory.model_bytes import sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations

@@ -58,10 +58,12 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     found: dict[tuple[_Values, ...], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
         for some in combinations(candidates, together):
-            if _all_count(some) and not any(set(enough) <= set(some) for enough in found):
-                change = _change(work, some, target, gpu)
-                if change.fits:
-                    found[some] = change
+            has_enough = any(set(enough) <= set(some) for enough in found)
+            if has_enough or not _all_count(some):
+                continue
+            change = _change(work, some, target, gpu)
+            if change.fits:
+                found[some] = change
         if found and together > 1:
             break
     changes = list(found.values()) or _much_shorter(work, candidates, target, gpu)
@@ -70,8 +72,11 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
 
 def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     """The changes that a user is shown: the fastest few of `smaller_runs`, and how many GPUs the run would fit on."""
+    changes = smaller_runs(work, target, gpu)[:MAX_SHOWN]
     gpus = enough_gpus(work, target, gpu)
-    return [*smaller_runs(work, target, gpu)[:MAX_SHOWN], *([gpus] if gpus else [])]
+    if gpus is not None:
+        changes.append(gpus)
+    return changes
 
 
 def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
@@ -83,28 +88,32 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
     changes = []
     if plan.num_kept_dequantized:
         without = make_plan(plan.work, plan.policies)
-        text, saved = show("memory.keep_dequantized", False), plan.needed - without.needed
-        changes, plan = [Change(text, without, True, _speed(without, gpu), saved)], without
+        text = show("memory.keep_dequantized", False)
+        changes.append(Change(text, without, True, _speed(without, gpu), plan.needed - without.needed))
+        plan = without
     for values in _candidates(plan.work, plan.policies):
         work = _changed(plan.work, values)
         is_policy = any(key.startswith("memory.") for key, _ in values)
         policies = fixed_policies(work.config.memory, work.num_layers) if is_policy else plan.policies
         assert policies is not None
         smaller = make_plan(work, policies)
-        if (saved := plan.needed - smaller.needed) > 0:
+        saved = plan.needed - smaller.needed
+        if saved > 0:
             changes.append(Change(_text(plan.work, values), smaller, True, _speed(smaller, gpu), saved))
     return sorted(changes, key=lambda change: -change.saved)
 
 
 def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
     """The run with the whole base on each GPU, if that fits and is faster by at least `MIN_GAIN`; else None."""
-    work, fsdp = plan.work, plan.work.config.fsdp
+    work = plan.work
+    fsdp = work.config.fsdp
     is_split_by_all = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if work.num_ranks == 1 or not is_split_by_all or fsdp.cpu_offload or not work.is_cuda:
         return None
     choice = choose(_changed(work, (("fsdp.sharding_strategy", ShardingStrategy.NO_SHARD),)), target, gpu)
     change = Change("fsdp=no_shard", choice.plan, choice.fits, _speed(choice.plan, gpu))
-    return change if change.fits and change.speed >= (1 + MIN_GAIN) * _speed(plan, gpu) else None
+    is_faster = change.speed >= (1 + MIN_GAIN) * _speed(plan, gpu)
+    return change if change.fits and is_faster else None
 
 
 def dequantized_once(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
@@ -136,7 +145,8 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
 
 def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]:
     """Changes that may save memory. Those of the activation policies need the present ones: `policies`, or nothing."""
-    config, size = work.config, work.micro_batch_size
+    config = work.config
+    size = work.micro_batch_size
     order = list(Policy)
     for smaller in order[order.index(Policy.attention) :]:
         is_possible = work.is_cuda or not smaller.offloads
@@ -180,10 +190,13 @@ def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, 
     length = work.config.training.max_length // 4
     while length >= MIN_LENGTH:
         shorter = (("training.max_length", length),)
-        for sets in ([(shorter,)], [(other, shorter) for other in others]):
-            changes = [change for some in sets if (change := _change(work, some, target, gpu)).fits]
-            if changes:
-                return changes
+        alone = _change(work, [shorter], target, gpu)
+        if alone.fits:
+            return [alone]
+        with_another = [_change(work, [other, shorter], target, gpu) for other in others]
+        fitting = [change for change in with_another if change.fits]
+        if fitting:
+            return fitting
         length //= 2
     return []
 

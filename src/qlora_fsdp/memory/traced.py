@@ -89,7 +89,7 @@ class EndsUse:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ParameterSize:
     """A parameter.
 
     Attributes:
@@ -121,7 +121,7 @@ class LayerKind:
         num_quantized: weights that are quantized: of linear layers, and of all experts together.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[ParameterSize, ...]
     largest_weight: int
     ahead: int
     dequantized: int
@@ -145,7 +145,7 @@ class ModelParts:
 
     kinds: tuple[LayerKind, ...]
     layers: tuple[int, ...]
-    ends: Mapping[str, tuple[Tensor, ...]]
+    ends: Mapping[str, tuple[ParameterSize, ...]]
     gathered_by_model: frozenset[str]
     num_parameters: int
     num_quantized: int

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from qlora_fsdp.config.schema import Config, EmbeddingStorage
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec, ShardSpec
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, Tensor, TracedModel
+from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize, TracedModel
 
 LayerKey = tuple[int, Policy, bool]  # kind, policy, whether no layer before it is trained
 
@@ -129,7 +129,7 @@ class Workload:
         """Whether layers' codes are read from the other GPUs and not gathered by FSDP (sharding/peer_codes.py)."""
         return self.is_cuda and self.can_read_peers and self.shards.may_read_peers
 
-    def read_codes(self, tensors: Iterable[Tensor]) -> list[int]:
+    def read_codes(self, tensors: Iterable[ParameterSize]) -> list[int]:
         """Bytes of each whole tensor of codes that is read so, the largest first: those that split into equal parts."""
         read = [t for t in tensors if self.reads_peers and t.part == "codes" and t.num_rows % self.num_shards == 0]
         return sorted((tensor.num_rows * tensor.row_bytes for tensor in read), reverse=True)

@@ -1,6 +1,6 @@
 """Which rows of a parameter this rank holds.
 
-At run time this is the only module that uses how FSDP2 splits dim 0. `memory/parameter_bytes.py` predicts the same
+At run time this is the only module that uses how FSDP2 splits dim 0. `memory/model_bytes.py` predicts the same
 split without torch.
 """
 

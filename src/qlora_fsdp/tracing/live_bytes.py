@@ -1,10 +1,15 @@
-"""Follows the memory of tensors by the life of their storages, on meta as on any device."""
+"""Follows the memory of tensors by the life of their storages, on meta as on any device; and counts what a GPU does.
+
+The work is floating-point operations of matrix products and attention, and the bytes that all other operations move.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -15,9 +20,15 @@ from torch.utils._pytree import tree_leaves
 from qlora_fsdp.layers.kernels.launch import times
 from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.tracing.known_shapes import run_on_meta
-from qlora_fsdp.tracing.operations import operations_of
 
 aten: Any = torch.ops.aten
+
+# A product with fewer operations for each byte of its factors and its result, such as one of low rank, takes as long as
+# the bytes do: an H200 computes some 600e12 operations while it moves 3e12 bytes.
+LEAST_INTENSITY = 128
+# Grouped kernels compute whole tiles, and few groups end with one. With a tile of 128 rows more for each group, the
+# rates that an H200 reached with 256 to 4,096 rows a group (467 to 686 TFLOP/s) are one, 700 TFLOP/s within 1 %.
+GROUP_TILE = 128
 
 
 class LiveBytes(TorchDispatchMode):
@@ -48,7 +59,8 @@ class LiveBytes(TorchDispatchMode):
 
     def start_phase(self) -> None:
         """Look for a new peak, and count operations anew."""
-        self.peak, self.operations = self.now, Operations()
+        self.peak = self.now
+        self.operations = Operations()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -67,11 +79,14 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return 0
-        is_refused = func is aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16
-        out = _grouped_mm(*args, **(kwargs or {})) if is_refused else run_on_meta(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func is aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16:
+            out = _grouped_mm(*args, **kwargs)
+        else:
+            out = run_on_meta(func, args, kwargs)
         if self._is_paused:
             return out
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+        for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, leaf.untyped_storage().nbytes())
         self.peak = max(self.peak, self.now + _bytes_inside(func.overloadpacket, args))
@@ -100,7 +115,10 @@ def _bytes_inside(operation: Any, args: Any) -> int:
     if name in _FLASH_BACKWARD:  # fp32 sums of the queries' gradient; those of keys and values for each head of queries
         query, key = args[1:3]
         heads = 1 if query.ndim == 3 else -3
-        return int(query.numel() * 4 + (2 * query.nbytes if query.shape[heads] != key.shape[heads] else 0))
+        num_bytes = int(query.numel() * 4)
+        if query.shape[heads] != key.shape[heads]:
+            num_bytes += 2 * query.nbytes
+        return num_bytes
     if name == _EFFICIENT_BACKWARD and args[1].shape[-1] > _MAX_IN_REGISTERS:
         query = args[1]
         return int(query.numel() * 4)  # fp32 sums of the queries' gradient
@@ -121,3 +139,76 @@ _FLASH_BACKWARD = {
     "aten::_scaled_dot_product_flash_attention_backward",
     "torch_attn::_varlen_attn_backward",
 }
+
+
+def operations_of(func: Any, args: Any, out: Any) -> Operations:
+    """The work that an operator with these arguments gives a GPU."""
+    operation = func.overloadpacket
+    name = operation._qualified_op_name
+    if name in _ATTENTION:
+        return Operations(attention=_attention_flops(name, args))
+    num_bytes = _num_bytes(func, args, out)
+    if operation not in _PRODUCTS:
+        return Operations(moved=num_bytes)
+    a, b = args[_PRODUCTS[operation] :][:2]
+    flops = 2.0 * a.numel() * b.shape[-1]
+    if operation is aten._scaled_mm:
+        return Operations(fp8=flops)
+    if operation is aten._grouped_mm and b.ndim == 3 and b.shape[-1] >= GROUP_TILE:
+        flops *= 1 + GROUP_TILE * len(b) / len(a)
+    if flops >= LEAST_INTENSITY * num_bytes:
+        return Operations(products=flops)
+    return Operations(moved=num_bytes)
+
+
+def _num_bytes(func: Any, args: Any, out: Any) -> int:
+    """Bytes that an operator reads and writes; 0 if it makes a view or room for a tensor."""
+    if _moves_nothing(func):
+        return 0
+    written = sum(_size(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    if func.overloadpacket in _LOOK_UPS:
+        return 2 * written
+    return written + sum(_size(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor; what is expanded counts once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+@cache
+def _moves_nothing(func: Any) -> bool:
+    name = func.overloadpacket._qualified_op_name
+    if name in ("aten::_unsafe_view", "aten::set_") or name.startswith(("aten::empty", "aten::new_empty")):
+        return True
+    aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    return any(not alias.is_write for alias in aliases)  # a view
+
+
+def _attention_flops(name: str, args: Any) -> float:
+    """Floating-point operations of attention, which is causal."""
+    is_backward = name.endswith("_backward")
+    query, key, value = args[1:4] if is_backward else args[:3]  # the gradient comes before them
+    longest = key.shape[-2] if query.ndim == 4 else next(arg for arg in args if type(arg) is int)  # varlen's max_q
+    forward: float = 2.0 * prod(query.shape[:-1]) * longest * (query.shape[-1] + value.shape[-1]) / 2
+    return 2.5 * forward if is_backward else forward
+
+
+# By operation: the place of the first factor among its arguments.
+_PRODUCTS = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten.addmm: 1,
+    aten.addmm_: 1,
+    aten.baddbmm: 1,
+    aten._scaled_mm: 0,
+    aten._grouped_mm: 0,
+}
+_LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index}  # they read as much as they write
+_FORWARD = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+)
+_ATTENTION = {*_FORWARD, *(f"{name}_backward" for name in _FORWARD)}

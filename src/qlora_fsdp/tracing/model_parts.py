@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from qlora_fsdp.common.layer_sizes import head_sizes
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
-from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
+from qlora_fsdp.memory.traced import LayerKind, ModelParts, ParameterSize
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.layer_kinds import kind_of
@@ -22,11 +22,14 @@ from qlora_fsdp.sharding.shard import embedding_and_head_units
 def find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order they run in."""
     places = {layer: index for index, layer in enumerate(model.layers)}
-    lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList)]
+    lists = [module for module in model.base.modules() if isinstance(module, nn.ModuleList)]
     in_order = [layer for modules in lists for layer in modules if layer in places]
+    if set(in_order) != places.keys():
+        in_order = list(places)
     kinds: dict[Any, int] = {}
-    stand_ins, order = [], []
-    for layer in in_order if set(in_order) == places.keys() else places:
+    stand_ins: list[int] = []
+    order: list[int] = []
+    for layer in in_order:
         key = kind_of(layer)
         if key not in kinds:
             kinds[key] = len(kinds)
@@ -48,8 +51,10 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
     tables = [end for end in (model.embeddings, model.head) if end is not None]
     units = embedding_and_head_units(model)
     names = {id(model.embeddings): "embeddings", id(model.head): "head"}
-    ends = {"embeddings": (), "head": ()} | {names[id(unit)]: tuple(_tensors([unit], [], tables)) for unit in units}
-    ends["root"] = tuple(_tensors([model], [*model.layers, *units], tables))
+    ends: dict[str, tuple[ParameterSize, ...]] = {"embeddings": (), "head": ()}
+    for unit in units:
+        ends[names[id(unit)]] = tuple(_sizes([unit], [], tables))
+    ends["root"] = tuple(_sizes([model], [*model.layers, *units], tables))
     around = count_bytes(model, 0, 1).num_base - sum(count_bytes(layer, 0, 1).num_base for layer in model.layers)
     return ModelParts(
         kinds=kinds,
@@ -73,7 +78,7 @@ def _layer_kind(layer: nn.Module) -> LayerKind:
     experts = [module for module in layer.modules() if isinstance(module, QuantizedExpertWeight)]
     dequantized = [module for module in linears if isinstance(module.matmul, DequantizedMatmul)]
     return LayerKind(
-        tensors=tuple(_tensors([layer], [], [])),
+        tensors=tuple(_sizes([layer], [], [])),
         largest_weight=max((module.weight_bytes for module in linears), default=0),
         ahead=max((module.dequantized_bytes for module in dequantized), default=0),
         dequantized=sum(module.weight_bytes for module in dequantized),
@@ -81,21 +86,28 @@ def _layer_kind(layer: nn.Module) -> LayerKind:
     )
 
 
-def _tensors(
+def _sizes(
     inside: Iterable[nn.Module], outside: Iterable[nn.Module], tables: Iterable[nn.Module]
-) -> Iterator[Tensor]:
+) -> Iterator[ParameterSize]:
     """The parameters of some modules but not of others, each once; `tables` are embeddings and head."""
-    left_out = {module for each in outside for module in each.modules()}
-    table_modules = {module for each in tables for module in each.modules()}
+    left_out = _modules(outside)
+    table_modules = _modules(tables)
     seen: set[int] = set()
-    for module in (module for each in inside for module in each.modules()):
-        for name, param in module._parameters.items() if module not in left_out else ():
-            if param is None or id(param) in seen:
+    for module in _modules(inside):
+        if module in left_out:
+            continue
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) in seen:
                 continue
             seen.add(id(param))
             rows = param.shape[0] if param.ndim else 1
             part = _part_of(name, param, module in table_modules)
-            yield Tensor(part, rows, param.numel() // max(1, rows) * param.itemsize)
+            yield ParameterSize(part, rows, param.numel() // max(1, rows) * param.itemsize)
+
+
+def _modules(parents: Iterable[nn.Module]) -> dict[nn.Module, None]:
+    """The modules and all that is in them, each once, in order."""
+    return dict.fromkeys(module for parent in parents for module in parent.modules())
 
 
 def _part_of(name: str, param: nn.Parameter, is_table: bool) -> str:

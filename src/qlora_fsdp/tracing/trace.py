@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -31,14 +31,14 @@ from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.liger_shapes import shapes_of_functions
 from qlora_fsdp.tracing.live_bytes import LiveBytes
 from qlora_fsdp.tracing.surroundings import (
+    GradientSource,
+    LossSink,
     Pass,
-    Sink,
-    Source,
     buffers_on_meta,
+    fused_attention,
     gradients_freed,
     replaced_forwards,
     shared_configs,
@@ -60,7 +60,9 @@ class Trace:
     """
 
     def __init__(self, model: TaskModel, batch: Batch, is_cuda: bool, liger_kernels: Collection[str]) -> None:
-        self.model, self.is_cuda, self.liger_kernels = model, is_cuda, liger_kernels
+        self.model = model
+        self.is_cuda = is_cuda
+        self.liger_kernels = liger_kernels
         self.calls: dict[nn.Module, _Call] = {}  # how each layer is called
         self.input_needs_gradient = False
         with self._running(), LiveBytes([*model.parameters(), *model.buffers()]) as live, bytes_moved(live.move):
@@ -77,7 +79,8 @@ class Trace:
             num_tile_tokens: tokens of a tile, in modules that compute in tiles; None: all tokens at once.
         """
         original = self.model.layers[index]
-        call, needs_gradient = self.calls[original], not is_first or self.input_needs_gradient
+        call = self.calls[original]
+        needs_gradient = not is_first or self.input_needs_gradient
         offloaded = _Offloaded(call)
         with self._running():
             layer = copy.deepcopy(original, shared_configs(original))
@@ -92,13 +95,14 @@ class Trace:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(stock_models())  # whose kernels liger_shapes.py stands for
-            stack.enter_context(buffers_on_meta(self.model))
-            stack.enter_context(shapes_of_functions(self.model, self.liger_kernels))
-            stack.enter_context(as_on_a_gpu(self.is_cuda))
-            stack.enter_context(fused_attention(self.is_cuda))
-            stack.enter_context(without_garbage_collection())
+        with (
+            stock_models(),  # whose kernels liger_shapes.py stands for
+            buffers_on_meta(self.model),
+            shapes_of_functions(self.model, self.liger_kernels),
+            as_on_a_gpu(self.is_cuda),
+            fused_attention(self.is_cuda),
+            without_garbage_collection(),
+        ):
             yield
 
     def _run_ends(self, live: LiveBytes, batch: Batch) -> EndsUse:
@@ -107,7 +111,8 @@ class Trace:
         The model's code may hold the first layer's input longer than that layer runs. The plan counts this tensor with
         the layer. So its bytes (`held`) are subtracted from what is measured, until the code lets go of it.
         """
-        outputs, anchor = dict[nn.Module, Any](), _anchor()
+        outputs: dict[nn.Module, Any] = {}
+        anchor = _anchor()
         first_input: Callable[[], Any] = _nothing
         lookup = hidden = held = shared = loss = 0
         in_backward: list[tuple[int, Operations]] = []  # peak and operations before each layer's backward
@@ -120,7 +125,9 @@ class Trace:
         def let_go(_: Any) -> None:
             """The model's code no longer holds the first layer's input."""
             nonlocal held, loss
-            loss, held, live.peak = max(loss, live.peak - held), 0, 0
+            loss = max(loss, live.peak - held)
+            held = 0
+            live.peak = 0
 
         def skip(layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
             """Stand for a layer's forward: note what is alive before it, and return a tensor like its output."""
@@ -131,7 +138,9 @@ class Trace:
             is_first = hidden == 0
             if is_first:
                 first_input = weakref.ref(x.untyped_storage(), let_go)
-                lookup, hidden, self.input_needs_gradient = live.peak, x.nbytes, x.requires_grad
+                lookup = live.peak
+                hidden = x.nbytes
+                self.input_needs_gradient = x.requires_grad
             if layer not in outputs:
                 with live.paused(), torch.no_grad():
                     outputs[layer] = forward(*args, **kwargs)
@@ -149,7 +158,8 @@ class Trace:
             _routers_of_all_layers(self.model) as router_bytes,
         ):
             total = self.model(batch)
-            loss, operations = max(loss, live.peak - held), live.operations
+            loss = max(loss, live.peak - held)
+            operations = live.operations
             live.start_phase()
             total.backward()
         backward_peak, backward_operations = in_backward[0]
@@ -259,15 +269,17 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
     live.start_phase()
     x = torch.empty(call.shape, dtype=call.dtype, device="meta")
     if needs_gradient:
-        x = Source.apply(anchor, x)  # type: ignore[no-untyped-call]
+        x = GradientSource.apply(anchor, x)  # type: ignore[no-untyped-call]
     kept_input = weakref.ref(x.untyped_storage())
     y = _first_tensor(call.run(layer, x))
     del x
     saved = live.now - y.untyped_storage().nbytes()
-    forward_peak, in_forward, keeps_input = live.peak, live.operations, kept_input() is not None
+    forward_peak = live.peak
+    in_forward = live.operations
+    keeps_input = kept_input() is not None
     live.start_phase()
     if y.requires_grad:  # else nothing is trained up to this layer, and it has no backward
-        loss = Sink.apply(y)  # type: ignore[no-untyped-call]
+        loss = LossSink.apply(y)  # type: ignore[no-untyped-call]
         del y
         loss.backward()
     return LayerUse(
