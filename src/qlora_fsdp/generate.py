@@ -118,11 +118,11 @@ def complete(
     from qlora_fsdp.decoding.completer import Request
     from qlora_fsdp.inference.completions import complete_by_transformers, make_completer, sampling_config
     from qlora_fsdp.inference.padding import stock_batch_size
-    from qlora_fsdp.sharding.by_rows import share_of_texts
+    from qlora_fsdp.sharding.by_rows import texts_of_rank
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
     completer = make_completer(trained, generation, processes, settings.batch_size)
-    share = (processes.rank, processes.num_ranks) if completer is None else share_of_texts(trained.model, processes)
+    share = (processes.rank, processes.num_ranks) if completer is None else texts_of_rank(trained.model, processes)
     first, step = share
     mine = range(first, len(prompts), step)
     if completer is None:

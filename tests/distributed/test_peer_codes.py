@@ -1,4 +1,4 @@
-"""Frozen weights that ranks read from one another's memory (`sharding/share.py`): runs are the same to the bit.
+"""Frozen weights that ranks read from one another's memory (`sharding/peer_weights.py`): runs are the same to the bit.
 
 On GPUs that memory is CUDA's (tests/gpu/test_gpu_peer_codes.py). Here files that all ranks map stand for it.
 """
@@ -21,7 +21,7 @@ from qlora_fsdp.records.run_state import LOG_FILE
 from qlora_fsdp.runtime.peers import PeerTable
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding import share
-from qlora_fsdp.sharding.share import Shared
+from qlora_fsdp.sharding.peer_weights import Shared
 from tests.helpers.peers import BothWays, assert_same, make_layers, mapped_files, train_both_ways
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here

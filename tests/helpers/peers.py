@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.runtime import hardware
 from qlora_fsdp.sharding import share
-from qlora_fsdp.sharding.share import Shared
+from qlora_fsdp.sharding.peer_weights import Shared
 from tests.helpers.checkpoints import SHAPE
 from tests.helpers.runs import Trained, gathered_adapter, train_here
 

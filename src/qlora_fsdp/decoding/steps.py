@@ -207,7 +207,7 @@ class Steps:
         """The next token of each slot, in place."""
         chosen = self.sampling.choose(self.logits(), self.seen)
         if self.by_rows is not None:
-            self.by_rows.share(chosen)
+            self.by_rows.broadcast(chosen)
         if self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
         self.tokens.copy_(chosen)

@@ -40,7 +40,7 @@ from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
-from qlora_fsdp.sharding.by_rows import ByRows, share_of_texts, why_not_by_rows
+from qlora_fsdp.sharding.by_rows import ByRows, texts_of_rank, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
@@ -149,7 +149,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         if reason is None:
             by_rows = ByRows(trained) if model.is_sharded else None
             self.scorer = Scorer(trained, model.device, batch_size, by_rows)
-            self.share = share_of_texts(trained, self.processes)
+            self.share = texts_of_rank(trained, self.processes)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._share(super().loglikelihood, requests)

@@ -12,13 +12,14 @@ lie in their outputs. Here no model's code is known: a layer gets all of its inp
 Each rank has:
 
 - of linear layers, quantized (layers/decode_linear.py) or not, and of the embeddings: its rows, as FSDP splits them;
-- of a layer's experts: whole ones (layers/experts/own_experts.py);
+- of a layer's experts: whole ones, so that no expert's rows are on two ranks;
 - of all other parameters, which are small: a copy of the whole;
 - hidden states and the cache of keys and values: all. Ranks compute what lies between the products alike.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -35,8 +36,10 @@ from torch.utils._pytree import tree_map_only
 
 from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names
-from qlora_fsdp.layers.experts.own_experts import OwnExperts, num_experts
+from qlora_fsdp.layers.experts.adapter import ExpertAdapter
+from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names, experts_forward
+from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.own_rows import fill_parts, own_parts
 from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered, without_hooks
@@ -75,8 +78,8 @@ def why_not_by_rows(model: TaskModel, device: torch.device) -> str | None:
     return None
 
 
-def share_of_texts(model: TaskModel, processes: Processes) -> tuple[int, int]:
-    """Which share of the texts this rank writes, and of how many: ranks that share the model write the same ones."""
+def texts_of_rank(model: TaskModel, processes: Processes) -> tuple[int, int]:
+    """Which of the texts this rank writes, every n-th from which on: ranks that share the model write the same ones."""
     if not isinstance(model, FSDPModule):
         return processes.rank, processes.num_ranks
     return replica_of(_sharded_param(model))
@@ -106,7 +109,8 @@ class ByRows:
     def __init__(self, model: TaskModel) -> None:
         group = shard_group(_sharded_param(model))
         assert group is not None
-        self.model, self.group = model, group
+        self.model = model
+        self.group = group
         self.layers = DecodeLayers(model.base)
         self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         self.experts: list[OwnExperts] = []
@@ -139,9 +143,9 @@ class ByRows:
                 self.params += [(module, name, _GatheredWhenRead(param)) for name, param in sharded.items()]
             else:
                 for name, param in sharded.items():
-                    copy = local_tensor(param).new_empty(param.shape)
-                    self.copies.append((param, copy))
-                    self.params.append((module, name, _frozen(copy)))
+                    whole = local_tensor(param).new_empty(param.shape)
+                    self.copies.append((param, whole))
+                    self.params.append((module, name, _frozen(whole)))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -149,14 +153,14 @@ class ByRows:
         free_gathered(self.model)
         for experts in self.experts:
             experts.refresh()
-        for param, copy in self.copies:  # where a CUDA graph may read it
-            copy.copy_(gather_whole(param, copy.device))
+        for param, whole in self.copies:  # where a CUDA graph may read it
+            whole.copy_(gather_whole(param, whole.device))
         forwards = [(vars(module), "forward", forward) for module, forward in self.forwards.items()]
         params = [(module._parameters, name, value) for module, name, value in self.params]
         with without_hooks(self.model), replaced(forwards), self.layers.in_use(), replaced(params):
             yield
 
-    def share(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the group's first rank."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
@@ -181,7 +185,8 @@ class _GatheredWhenRead:
         self._param = param
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._param if name in ("dtype", "device", "shape", "ndim") else self._whole(), name)
+        is_known = name in ("dtype", "device", "shape", "ndim")
+        return getattr(self._param if is_known else self._whole(), name)
 
     def _whole(self) -> Tensor:
         return gather_whole(self._param, local_tensor(self._param).device)
@@ -202,18 +207,16 @@ class _OwnEmbedding:
     """
 
     def __init__(self, module: nn.Module, table: DTensor, group: dist.ProcessGroup) -> None:
-        self.module, self.forward, self.group = module, module.forward, group
+        self.module = module
+        self.forward = module.forward
+        self.group = group
         self.first, self.last = local_rows(table)
 
     def __call__(self, input: Tensor) -> Tensor:
         """ids_BL -> x_BLD."""
-        module: Any = self.module
         is_own = (input >= self.first) & (input < self.last)
-        padding, module.padding_idx = module.padding_idx, None  # a row of the whole table
-        try:
+        with replaced([(vars(self.module), "padding_idx", None)]):  # which is a row of the whole table
             x_BLD: Tensor = self.forward((input - self.first).where(is_own, 0))
-        finally:
-            module.padding_idx = padding
         x_BLD = x_BLD.where(is_own.unsqueeze(-1), 0)
         dist.all_reduce(x_BLD, group=self.group)
         return x_BLD
@@ -226,7 +229,9 @@ class _OwnLinear:
     """
 
     def __init__(self, layer: nn.Linear, group: dist.ProcessGroup) -> None:
-        self.weight, self.width, self.group = local_tensor(layer.weight), layer.out_features, group
+        self.weight = local_tensor(layer.weight)
+        self.width = layer.out_features
+        self.group = group
         self.bias = None if layer.bias is None else local_tensor(layer.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -259,3 +264,72 @@ def _is_everywhere(param: nn.Parameter) -> bool:
     """Whether each rank has some of a parameter's rows."""
     num_ranks = dist.get_world_size(shard_group(param))
     return rows_of_rank(param.shape[0], num_ranks - 1, num_ranks)[0] < param.shape[0]
+
+
+class OwnExperts:
+    """The forward of a module of fused experts, or of its adapters, whose weights are sharded. Collective.
+
+    Args:
+        experts: transformers' module. Its number of experts is a multiple of the number of ranks.
+        adapters: by the name of the weight that each adapts.
+        group: the ranks that share the weights.
+    """
+
+    def __init__(self, experts: nn.Module, adapters: dict[str, ExpertAdapter], group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.adapters = adapters
+        self.num_all = num_experts(experts)
+        self.num = self.num_all // dist.get_world_size(group)
+        self.first = dist.get_rank(group) * self.num
+        # A module of its own class, whose methods are asked for its activation, with other weights.
+        self.own: Any = copy.copy(experts)
+        self.own._parameters = dict(experts._parameters)
+        self.own._modules = dict(experts._modules)
+        for name, param in experts.named_parameters(recurse=False):
+            self.own._parameters[name] = nn.Parameter(local_tensor(param), requires_grad=False)
+        for name, weight in experts.named_children():
+            if isinstance(weight, QuantizedExpertWeight):
+                self.own._modules[name] = self._own_weight(weight)
+        self.own_adapters = {name: self._own_adapter(adapter) for name, adapter in adapters.items()}
+
+    def _own_weight(self, weight: QuantizedExpertWeight) -> QuantizedExpertWeight:
+        format, parts = own_parts(weight)
+        own = QuantizedExpertWeight((self.num, *weight.shape[1:]), format, weight.compute_dtype)
+        fill_parts(own, parts)
+        return own
+
+    def _own_adapter(self, adapter: ExpertAdapter) -> ExpertAdapter:
+        """An adapter of the own experts. Its B is made by `refresh`."""
+        a = local_tensor(adapter.lora_a.weight)
+        num_outputs, width = adapter.lora_b.weight.shape
+        lora_a = nn.Linear(a.shape[1], len(a), device="meta")
+        lora_b = nn.Linear(width, num_outputs, device="meta")
+        lora_a.weight = nn.Parameter(a, requires_grad=False)
+        shape = num_outputs, width // self.num_all * self.num
+        lora_b.weight = nn.Parameter(a.new_empty(shape), requires_grad=False)
+        return adapter._replace(lora_a=lora_a, lora_b=lora_b)
+
+    def refresh(self) -> None:
+        """Take the adapters as they are now. Collective."""
+        for name, adapter in self.adapters.items():
+            own = self.own_adapters[name].lora_b.weight
+            whole = gather_whole(adapter.lora_b.weight, own.device)  # of each rank of the adapter, expert by expert
+            some = whole.unflatten(1, (-1, self.num_all))[:, :, self.first : self.first + self.num]
+            own.data.copy_(some.flatten(1))
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x_TH, each token's experts [T, K] and their weights [T, K] -> y_TH, of all ranks' experts."""
+        index = top_k_index - self.first
+        is_own = (index >= 0) & (index < self.num)
+        # What other ranks have goes to an expert of this one, and adds nothing.
+        index = index.where(is_own, 0)
+        weights = top_k_weights.where(is_own, 0)
+        y_TH = experts_forward(self.own, hidden_states, index, weights, self.own_adapters)
+        dist.all_reduce(y_TH, group=self.group)
+        return y_TH
+
+
+def num_experts(experts: nn.Module) -> int:
+    """How many experts a module of fused experts has."""
+    weight: Tensor | QuantizedExpertWeight = getattr(experts, expert_weight_names(experts)[0])
+    return weight.shape[0]

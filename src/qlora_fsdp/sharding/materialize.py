@@ -19,9 +19,9 @@ from tqdm import tqdm
 from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.sharding.peer_weights import make_peer_weights
 from qlora_fsdp.sharding.prove import Proof, prove_shards
 from qlora_fsdp.sharding.shard import place_model, shard_model
-from qlora_fsdp.sharding.share import share_frozen
 from qlora_fsdp.weights.fill import fill
 
 
@@ -69,12 +69,14 @@ def materialize(
     Raises:
         ProofError: FSDP gathers other bytes than were loaded.
     """
-    model, meta, device = assembled.model, assembled.meta, processes.device
+    model = assembled.model
+    meta = assembled.meta
+    device = processes.device
     units = shard_model(model, spec, processes)
     started = time.perf_counter()
     peers = None
     if units:
-        peers = share_frozen(model, spec, processes)
+        peers = make_peer_weights(model, spec, processes)
     shard_device = torch.device("cpu") if spec.cpu_offload else device
     place_model(model, shard_device, device, {} if peers is None else peers.shards)
     total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // spec.num_shards

@@ -90,7 +90,8 @@ class PeerCodes:
         num_sets: int | None,
         device: torch.device,
     ) -> None:
-        self.device, self.stays = device, num_sets is None
+        self.device = device
+        self.stays = num_sets is None
         self.token = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device=device)
         sets = [] if num_sets is None else _make_sets(found, num_sets, device)
         self.codes = []

@@ -55,19 +55,20 @@ class PeerEnds:
     """
 
     def __init__(self, model: TaskModel, places: Mapping[int, Place], device: torch.device) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.head: Tensor | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self.embeddings = {
-            name: PeerTable([part.view(param.dtype).view(-1, *param.shape[1:]) for part in places[id(param)].parts])
-            for name, param in model.embeddings.named_parameters(recurse=False)
-            if id(param) in places
-        }
-        for name, param in [] if model.head is None else model.head.named_parameters(recurse=False):
-            place = places.get(id(param))
-            if name == "weight" and place is not None and place.whole is not None:
-                self.head = place.whole.view(param.dtype).view(param.shape)
-                self._copies = place.copies_to(place.whole)
+        self.embeddings: dict[str, PeerTable] = {}
+        for name, param in model.embeddings.named_parameters(recurse=False):
+            if id(param) in places:
+                rows = [part.view(param.dtype).view(-1, *param.shape[1:]) for part in places[id(param)].parts]
+                self.embeddings[name] = PeerTable(rows)
+        weight = None if model.head is None else dict(model.head.named_parameters(recurse=False)).get("weight")
+        place = places.get(id(weight))
+        if weight is not None and place is not None and place.whole is not None:
+            self.head = place.whole.view(weight.dtype).view(weight.shape)
+            self._copies = place.copies_to(place.whole)
 
     def connect(self) -> None:
         """Have the model read them from now on. To be called when all ranks have loaded theirs."""
@@ -81,9 +82,9 @@ class PeerEnds:
         for name, table in self.embeddings.items():
             yield self.model.embeddings.get_parameter(name), table.slice
         if self.head is not None:
-            yield cast(nn.Module, self.model.head).get_parameter("weight"), partial(slice_rows, self.head)
+            yield cast(nn.Module, self.model.head).get_parameter("weight"), partial(rows_between, self.head)
 
 
-def slice_rows(rows: Tensor, first: int, last: int) -> Tensor:
+def rows_between(rows: Tensor, first: int, last: int) -> Tensor:
     """Rows first to last - 1 of a tensor."""
     return rows[first:last]

@@ -24,7 +24,7 @@ from qlora_fsdp.common.text import list_some
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
-from qlora_fsdp.sharding.peer_ends import ReadRows, slice_rows
+from qlora_fsdp.sharding.peer_ends import ReadRows, rows_between
 from qlora_fsdp.sharding.shard import modules_of_unit
 
 
@@ -74,7 +74,7 @@ def prove_shards(
         for (layer, part_name), part in sharded.items():
             gathered = getattr(layer, part_name)
             counters.append(
-                (names[id(part)], _count_differences(partial(slice_rows, gathered), part, processes.device))
+                (names[id(part)], _count_differences(partial(rows_between, gathered), part, processes.device))
             )
             num_tensors += 1
             num_bytes += gathered.nbytes

@@ -141,9 +141,10 @@ def sum_gradients(model: TaskModel, params: Sequence[nn.Parameter]) -> None:
     """
     if isinstance(model, FSDPModule) or dist.get_world_size() == 1:
         return
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+    flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
-    for param, grad in zip(params, flat.split([p.numel() for p in params]), strict=True):
+    for param, grad in zip(params, flat.split([param.numel() for param in params]), strict=True):
         param.grad = grad.view_as(param)
 
 

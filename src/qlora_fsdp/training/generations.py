@@ -20,7 +20,7 @@ from qlora_fsdp.memory.generation import MAX_SLOTS
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.sharding.by_rows import ByRows, has_room, share_of_texts, why_not_by_rows
+from qlora_fsdp.sharding.by_rows import ByRows, has_room, texts_of_rank, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 log = logging.getLogger("qlora_fsdp")
@@ -121,7 +121,7 @@ class Generations:
             if not has_room(model, self.processes.device):
                 return "a GPU has no memory to spare"
             by_rows = ByRows(model)
-        first, step = share_of_texts(model, self.processes)
+        first, step = texts_of_rank(model, self.processes)
         numbers = range(first, len(self.rows), step)
         if not numbers:
             return {}

@@ -40,7 +40,7 @@ log = logging.getLogger("qlora_fsdp")
 
 
 @dataclass(frozen=True)
-class Shared:
+class PeerWeights:
     """The weights that ranks read from one another.
 
     Attributes:
@@ -60,7 +60,7 @@ class Shared:
         self.ends.connect()
 
 
-def share_frozen(model: TaskModel, spec: ShardSpec, processes: Processes) -> Shared | None:
+def make_peer_weights(model: TaskModel, spec: ShardSpec, processes: Processes) -> PeerWeights | None:
     """Have frozen weights of a sharded model lie in memory that the other ranks can read. Collective.
 
     Args:
@@ -98,7 +98,7 @@ def share_frozen(model: TaskModel, spec: ShardSpec, processes: Processes) -> Sha
         return None
     log.info(f"Sharding: GPUs read frozen weights from each other's memory, {show_bytes(num_bytes)} on each")
     places = _find_places(memory, dist.get_rank(group), wanted)
-    return Shared(
+    return PeerWeights(
         PeerCodes(layers, places, None if stay_gathered else 1 + NUM_AHEAD, processes.device),
         PeerEnds(model, places, processes.device),
         {id(param): _shard(param, places[id(param)]) for param, _ in wanted},
@@ -129,14 +129,19 @@ def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Ten
         rank: this one.
         wanted: parameters, with whether each rank has room for all rows, and not for its own alone.
     """
-    places, first, num_ranks = {}, 0, len(memory)
+    places: dict[int, Place] = {}
+    first = 0
     for param, is_whole in wanted:
-        room, size = _room(param, is_whole, num_ranks), param.nbytes // num_ranks
-        rooms = [of_rank[first : first + (param.nbytes if is_whole else size)] for of_rank in memory]
-        parts = [place[peer * size : (peer + 1) * size] for peer, place in enumerate(rooms)] if is_whole else rooms
-        # FSDP takes it that a whole tensor begins where its storage does: one that came through DLPack does.
-        places[id(param)] = Place(parts, rank, from_dlpack(rooms[rank]) if is_whole else None)
-        first += room
+        size = param.nbytes // len(memory)
+        if is_whole:
+            rooms = [of_rank[first : first + param.nbytes] for of_rank in memory]
+            parts = [room[peer * size : (peer + 1) * size] for peer, room in enumerate(rooms)]
+            # FSDP takes it that a whole tensor begins where its storage does: one that came through DLPack does.
+            places[id(param)] = Place(parts, rank, from_dlpack(rooms[rank]))
+        else:
+            parts = [of_rank[first : first + size] for of_rank in memory]
+            places[id(param)] = Place(parts, rank, None)
+        first += _room(param, is_whole, len(memory))
     return places
 
 
