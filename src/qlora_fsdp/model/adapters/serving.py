@@ -21,7 +21,7 @@ import peft
 from torch import nn
 
 from qlora_fsdp.config.adapter_tables import WEIGHT
-from qlora_fsdp.layers.experts.lora import ExpertLora
+from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.experts import expert_weights, is_apart
