@@ -20,8 +20,8 @@ from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.run_state import LOG_FILE
 from qlora_fsdp.runtime.peers import PeerTable
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.sharding import share
-from qlora_fsdp.sharding.peer_weights import Shared
+from qlora_fsdp.sharding import peer_weights
+from qlora_fsdp.sharding.peer_weights import PeerWeights
 from tests.helpers.peers import BothWays, assert_same, make_layers, mapped_files, train_both_ways
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here
@@ -68,14 +68,14 @@ def test_three_ranks_read_what_splits_into_equal_parts(argv, tmp_path: Path):
 
 def change_a_byte(argv: list[str], folder: Path, what: str) -> str:
     """How a run ends in which a byte of codes, embeddings or head changes on its way from another rank."""
-    connect = Shared.connect
+    connect = PeerWeights.connect
 
     def flip(part: Tensor) -> Tensor:
         flipped = part.clone()
         flipped.view(torch.uint8).flatten()[-1] ^= 1
         return flipped
 
-    def connect_and_flip(shared: Shared) -> None:
+    def connect_and_flip(shared: PeerWeights) -> None:
         ends, codes = shared.ends, shared.codes.codes[9]
         if what == "embeddings":
             ends.embeddings["weight"] = PeerTable([flip(part) for part in ends.embeddings["weight"].parts])
@@ -83,7 +83,7 @@ def change_a_byte(argv: list[str], folder: Path, what: str) -> str:
         copies[-1:] = [(destination, flip(source)) for destination, source in copies[-1:]]
         connect(shared)
 
-    with mapped_files(folder), patch.object(Shared, "connect", connect_and_flip):
+    with mapped_files(folder), patch.object(PeerWeights, "connect", connect_and_flip):
         try:
             train_here(argv)
         except ProofError as error:
@@ -134,7 +134,7 @@ def train_where_rank_1_fails(argv: list[str], folder: Path) -> list[float]:
             raise RuntimeError("no memory that others can read\nand more lines")
         return [torch.empty(num_bytes, dtype=torch.uint8)] * dist.get_world_size(group)
 
-    with mapped_files(folder), patch.object(share, "share_memory", fail):
+    with mapped_files(folder), patch.object(peer_weights, "share_memory", fail):
         return train_here([*argv, f"run.folder={folder}/run"]).losses
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.runtime import hardware
-from qlora_fsdp.sharding import share
-from qlora_fsdp.sharding.peer_weights import Shared
+from qlora_fsdp.sharding import peer_weights
+from qlora_fsdp.sharding.peer_weights import PeerWeights
 from tests.helpers.checkpoints import SHAPE
 from tests.helpers.runs import Trained, gathered_adapter, train_here
 
@@ -57,8 +57,8 @@ def mapped_files(folder: Path) -> Iterator[None]:
         return [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
 
     with (
-        patch.object(share, "share_memory", map_file),
-        patch.object(share, "can_read_peers", lambda processes: True),
+        patch.object(peer_weights, "share_memory", map_file),
+        patch.object(peer_weights, "can_read_peers", lambda processes: True),
         patch.object(hardware, "can_read_peers", lambda processes: True),
     ):
         yield
@@ -68,18 +68,18 @@ def train_both_ways(cases: Mapping[str, Sequence[str]], folder: Path | None = No
     """Train each case on this rank of a world, both ways; with a folder, files there stand for the memory of GPUs."""
     found = {}
     for case, argv in cases.items():
-        with patch.object(share, "can_read_peers", lambda processes: False):
+        with patch.object(peer_weights, "can_read_peers", lambda processes: False):
             gathered = train_here(argv, gathered_adapter)
-        made: list[Shared] = []
+        made: list[PeerWeights] = []
 
-        def keep(*args: Any, made: list[Shared] = made) -> Shared:
-            made.append(Shared(*args))
+        def keep(*args: Any, made: list[PeerWeights] = made) -> PeerWeights:
+            made.append(PeerWeights(*args))
             return made[0]
 
         own = None if folder is None else folder / case.replace(" ", "-")
         if own is not None:
             own.mkdir(exist_ok=True)
-        with patch.object(share, "Shared", keep), nullcontext() if own is None else mapped_files(own):
+        with patch.object(peer_weights, "PeerWeights", keep), nullcontext() if own is None else mapped_files(own):
             read = train_here(argv, gathered_adapter)
         (shared,) = made
         codes, ends = shared.codes.codes, shared.ends

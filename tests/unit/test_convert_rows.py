@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from qlora_fsdp.weights import map_keys as mapping
 from qlora_fsdp.weights.composed import ComposedTensor
-from qlora_fsdp.weights.convert_rows import RowConversions
+from qlora_fsdp.weights.map_keys import RowConversions
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 CONFIG = SimpleNamespace(num_attention_heads=2)

@@ -37,7 +37,7 @@ from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.weights import map_keys
 from qlora_fsdp.weights.fill import fill_from_files
-from qlora_fsdp.weights.row_reader import Request, Sink, Span, run_requests
+from qlora_fsdp.weights.row_reader import RowRequest, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,7 @@ def test_files_that_are_missing_or_end_early(tmp_path: Path):
         read_headers(tmp_path)
     tensor = StoredTensor("w", file, file.stat().st_size - weight.nbytes, (4, 8), torch.float32)
     os.truncate(file, file.stat().st_size - 1)
-    request = Request([Span(tensor, 0, 4)], 32, Ignore())
+    request = RowRequest([Span(tensor, 0, 4)], 32, Ignore())
     with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
         run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
 

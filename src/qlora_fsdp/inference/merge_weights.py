@@ -20,7 +20,7 @@ from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
 from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.composed import ComposedTensor, Piece
+from qlora_fsdp.weights.composed import ComposedTensor, StoredRows
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.finite import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
@@ -72,7 +72,7 @@ class Use(NamedTuple):
     """
 
     assignment: Assignment
-    piece: Piece
+    piece: StoredRows
     first_row: int
 
 

@@ -32,7 +32,7 @@ from qlora_fsdp.weights.stored_quantization import (
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
 CODE_BOOKS = ("quant_map", "nested_quant_map")
-NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
+NON_PERSISTENT = r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$"
 
 
 def stored_formats(keys: Mapping[str, Stored]) -> dict[str, Format]:
@@ -74,20 +74,16 @@ def assign(
     """
     weights = _find_weights(model)
     if random:
-        return [
-            assignment
-            for assignment in map(_random_assignment, weights)
-            if assignment.is_quantized or assignment.attribute in assignment.module._parameters
-        ]
+        drawn = [_random_assignment(names) for names in weights]
+        return [each for each in drawn if each.is_quantized or each.attribute in each.module._parameters]
     matches = [_match(names, keys, is_new=next(iter(names)) in new) for names in weights]
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     used = {key for match in matches for key in match.used}
-    unexpected = [
-        key
-        for key in keys
-        if not (key in used or is_optional(key) or NON_PERSISTENT.search(key))
-        and not any(re.search(p, key) for p in ignored)
-    ]
+    ignored = [NON_PERSISTENT, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
+    unexpected = []
+    for key in keys:
+        is_ignored = any(re.search(pattern, key) for pattern in ignored)
+        if key not in used and not is_ignored and not is_optional(key):
+            unexpected.append(key)
     missing = [name for match in matches for name in match.missing]
     misshaped = [match.problem for match in matches if match.problem is not None]
     _raise_if_any(model, missing, unexpected, misshaped)
@@ -148,14 +144,15 @@ def _match(names: Names, keys: Mapping[str, Stored], is_new: bool) -> Match:
     if not found:
         return Match(None, missing=[" or ".join(names)])
     name = found[0]
-    stored, (module, attribute) = keys[name], names[name]
+    stored = keys[name]
+    module, attribute = names[name]
     if isinstance(stored, ComposedTensor) and stored.missing:
         return Match(None, found, stored.missing)
     if isinstance(module, QuantizedLayer) and attribute == "weight":
         return match_quantized(name, module, keys)
     copies = {other: keys[other] for other in found[1:]}
     _check_tied(name, stored, copies)
-    assignment = Assignment(name, module, attribute, stored, copies=tuple(c.key for c in copies.values()))
+    assignment = Assignment(name, module, attribute, stored, copies=tuple(copy.key for copy in copies.values()))
     problem = _shape_problem(name, stored.shape, tuple(assignment.parameter.shape)) or _kinds_problem(name, stored)
     if assignment.parameter.is_floating_point():
         problem = problem or _codes_problem(name, stored)
@@ -164,12 +161,14 @@ def _match(names: Names, keys: Mapping[str, Stored], is_new: bool) -> Match:
 
 def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]) -> Match:
     """Find what fills a quantized layer's weight: its values, or codes and scales that bitsandbytes has made."""
-    stored, shape = keys[name], weight_shape(layer)
+    stored = keys[name]
+    shape = weight_shape(layer)
     scales_key, format_key = int8_state_names(name)
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
     if scales_key not in keys and state_key not in keys:
         problem = _shape_problem(name, stored.shape, shape) or _kinds_problem(name, stored)
-        return Match(Assignment(name, layer, "weight", stored), [name], problem=problem or _codes_problem(name, stored))
+        problem = problem or _codes_problem(name, stored)
+        return Match(Assignment(name, layer, "weight", stored), [name], problem=problem)
     whole = {key: value for key, value in keys.items() if isinstance(value, StoredTensor)}
     if name not in whole:
         return Match(None, [name], problem=f"{name}: codes of more than one tensor")
@@ -181,9 +180,14 @@ def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]
             problem = f"{format_key}: the codes do not lie row by row"
         return Match(Assignment(name, layer, "weight", codes, parts), [name, scales_key, format_key], problem=problem)
     used = [name, *(key for key in keys if key.startswith(f"{name}."))]
-    suffixes = ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",)
-    missing = [f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in whole]
-    parts = {PART_OF_SUFFIX[s]: whole[f"{name}.{s}"] for s in suffixes if f"{name}.{s}" in whole}
+    parts = {}
+    missing = []
+    for suffix in ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",):
+        key = f"{name}.{suffix}"
+        if key in whole:
+            parts[PART_OF_SUFFIX[suffix]] = whole[key]
+        else:
+            missing.append(key)
     state = read_quant_state(whole[state_key])
     assignment = Assignment(name, layer, "weight", codes, parts, state.nested_offset)
     problem = _shape_problem(name, state.shape, shape) or parts_problem(layer, codes, parts)
@@ -225,17 +229,15 @@ def _shape_problem(name: str, stored: tuple[int, ...], expected: tuple[int, ...]
 
 
 def _raise_if_any(model: PreTrainedModel, missing: list[str], unexpected: list[str], misshaped: list[str]) -> None:
-    parts = [
-        f"{len(items)} {label}:\n{list_some(items)}"
-        for label, items in (
-            ("missing from the files", missing),
-            ("in the files but not in the model", unexpected),
-            ("of another shape or kind", misshaped),
-        )
-        if items
-    ]
+    problems = {
+        "missing from the files": missing,
+        "in the files but not in the model": unexpected,
+        "of another shape or kind": misshaped,
+    }
+    parts = [f"Tensors {len(items)} {label}:\n{list_some(items)}" for label, items in problems.items() if items]
     if parts:
+        text = "\n".join(parts)
         raise CheckpointError(
             f"The checkpoint does not fit its config.json ({type(model).__name__}). Check that model.path holds the "
-            "files of one model, whole and unmixed. Tensors " + "\nTensors ".join(parts)
+            f"files of one model, whole and unmixed. {text}"
         )

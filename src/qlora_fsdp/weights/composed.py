@@ -19,7 +19,7 @@ from qlora_fsdp.weights.scaled import ScaledTensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRows:
     """Rows [first_row, first_row + num_rows) of a tensor in the files, which is seen as a matrix of its last dim."""
 
     stored: StoredTensor
@@ -52,7 +52,7 @@ class ComposedTensor:
     key: str
     shape: tuple[int, ...]
     row_elements: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRows, ...]
     is_transposed: bool = False
     missing: tuple[str, ...] = ()
 
@@ -93,7 +93,7 @@ def turn_packed(name: str, stored: StoredTensor) -> Stored:
     if not isinstance(stored, ScaledTensor) or not stored.is_packed:
         return stored
     num_matrices, height, width = stored.shape
-    pieces = tuple(Piece(stored, index * height, height) for index in range(num_matrices))
+    pieces = tuple(StoredRows(stored, index * height, height) for index in range(num_matrices))
     return ComposedTensor(name, (num_matrices, width, height), width, pieces, is_transposed=True)
 
 
@@ -103,7 +103,7 @@ def as_composed(stored: Stored) -> ComposedTensor:
         return stored
     row_elements = stored.shape[-1] if len(stored.shape) > 1 else 1
     num_rows = math.prod(stored.shape) // max(1, row_elements)
-    return ComposedTensor(stored.key, stored.shape, row_elements, (Piece(stored, 0, num_rows),))
+    return ComposedTensor(stored.key, stored.shape, row_elements, (StoredRows(stored, 0, num_rows),))
 
 
 def _describe(stored: StoredTensor) -> str:

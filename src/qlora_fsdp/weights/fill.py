@@ -10,7 +10,7 @@ weight comes from one of three sources:
 - No file (`model.weights=random`, or a new classification head). A matrix gets random numbers, a norm ones, and a bias
   zeros.
 
-For a weight from files, this module makes `Request`s: which rows this rank needs, and the sink that takes them.
+For a weight from files, this module makes `RowRequest`s: which rows this rank needs, and the sink that takes them.
 row_reader.py reads the rows, and the sinks (sinks.py) cast, quantize and write them to the shard.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.composed import Piece, as_composed
+from qlora_fsdp.weights.composed import StoredRows, as_composed
 from qlora_fsdp.weights.finite import FiniteCheck
-from qlora_fsdp.weights.row_reader import Request, Sink, Span, run_requests
+from qlora_fsdp.weights.row_reader import RowRequest, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.sinks import Copy, Dequantize, HoldScales, Pack, Quantize, Transpose
@@ -87,7 +87,7 @@ def fill_from_files(
     Raises:
         CheckpointError: a file can't be read, or this rank's rows have NaN or infinite values.
     """
-    requests: list[Request] = []
+    requests: list[RowRequest] = []
     finite = FiniteCheck()
     for assignment in assignments:
         if assignment.stored_parts:
@@ -130,8 +130,10 @@ def _random_rows(
     for block in range(first // RANDOM_ROWS, math.ceil(last / RANDOM_ROWS)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
         rows = torch.empty(RANDOM_ROWS, width, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
-        begin, end = max(first, block * RANDOM_ROWS), min(last, (block + 1) * RANDOM_ROWS)
-        yield begin, rows[begin - block * RANDOM_ROWS : end - block * RANDOM_ROWS]
+        start = block * RANDOM_ROWS
+        begin = max(first, start)
+        end = min(last, start + RANDOM_ROWS)
+        yield begin, rows[begin - start : end - start]
 
 
 def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple[int, int]:
@@ -147,14 +149,17 @@ def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple
     return first * rows_per_index, last * rows_per_index
 
 
-def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck) -> list[Request]:
+def _requests(
+    assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck
+) -> list[RowRequest]:
     """Requests for this rank's rows of a weight that bitsandbytes has not quantized.
 
     A weight that is stored in FP8 or MXFP4 has two requests. The first reads its scales, so that they are at hand when
     the second reads its rows, which are dequantized with them.
     """
     assert assignment.stored is not None
-    stored, param = as_composed(assignment.stored), assignment.parameter
+    stored = as_composed(assignment.stored)
+    param = assignment.parameter
     example = stored.pieces[0].stored  # all pieces have one dtype, and either all have scales or none
     own_dtype = dtype if assignment.is_quantized else param.dtype
     # The sink gets values of the first dtype, and casts them to the second. A value that the cast makes infinite is
@@ -163,27 +168,30 @@ def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, 
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
     row_elements = stored.shape[-1] if stored.is_transposed else stored.row_elements
     first, last = _local_rows_of(param, row_elements, assignment.num_elements)
-    sink, height = _make_sink(assignment, device, arriving, dtype, row_elements), 1
-    pieces: Sequence[Piece] = stored.pieces
+    sink = _make_sink(assignment, device, arriving, dtype, row_elements)
+    height = 1
+    pieces: Sequence[StoredRows] = stored.pieces
     if stored.is_transposed:
         # A row of the model's matrix is a column of the stored one, [height, width], and has an element in each of its
         # rows. So every matrix of which this rank holds a row is read whole: from here on it counts as a single row.
-        height, width = stored.shape[-1], stored.row_elements
-        begin, end = first // width, -(last // -width)
+        height = stored.shape[-1]
+        width = stored.row_elements
+        begin = first // width
+        end = -(last // -width)
         sink = Transpose(sink, arriving, (height, width), first - begin * width, last - first)
-        pieces = [Piece(p.stored, p.first_row // height, p.num_rows // height) for p in pieces]
+        pieces = [StoredRows(p.stored, p.first_row // height, p.num_rows // height) for p in pieces]
         first, last = begin, max(begin, end)
     spans = _find_spans(pieces, first, last)
     rows = [Span(span.stored, span.first_row * height, span.last_row * height) for span in spans]
     if not isinstance(example, ScaledTensor):
         sink = finite.watch(sink, spans, arriving, cast_to)
-        return [Request(spans, example.row_bytes * height, sink)]
+        return [RowRequest(spans, example.row_bytes * height, sink)]
     scales = HoldScales(example.scales.dtype, rows)
     values = Dequantize(finite.watch(sink, rows, arriving, cast_to), example, scales, arriving)
     scale_bytes = example.scales_per_row * example.scales.dtype.itemsize
     return [
-        Request([_scales_of(span) for span in rows], scale_bytes, scales),
-        Request(spans, example.row_bytes * height, values),
+        RowRequest([_scales_of(span) for span in rows], scale_bytes, scales),
+        RowRequest(spans, example.row_bytes * height, values),
     ]
 
 
@@ -195,11 +203,13 @@ def _scales_of(span: Span) -> Span:
     return Span(span.stored.scales, int(begin), int(end) + 1)
 
 
-def _find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
+def _find_spans(pieces: Sequence[StoredRows], first: int, last: int) -> list[Span]:
     """Where rows [first, last) of a tensor lie in the files. The tensor is made of pieces, one below the other."""
-    spans, start = [], 0
+    spans: list[Span] = []
+    start = 0
     for piece in pieces:
-        begin, end = max(first, start), min(last, start + piece.num_rows)
+        begin = max(first, start)
+        end = min(last, start + piece.num_rows)
         if begin < end:
             shift = piece.first_row - start
             spans.append(Span(piece.stored, begin + shift, end + shift))
@@ -216,29 +226,34 @@ def _make_sink(
     return Copy(local_tensor(assignment.parameter).view(-1, row_elements), source_dtype)
 
 
-def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[Request]:
+def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[RowRequest]:
     """Requests for this rank's rows of codes and scales that bitsandbytes has made.
 
     The files store each of them as one flat tensor. A row of the weight is a fixed number of its bytes, so the reader
     can take it for a tensor with rows.
     """
-    layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
+    layer = assignment.layer
+    format = layer.format
+    stored_parts = assignment.stored_parts
     assert isinstance(assignment.stored, StoredTensor)
 
-    def copy(name: str, row_bytes: int, row_range: tuple[int, int], target: Tensor) -> Request:
+    def copy(name: str, row_bytes: int, row_range: tuple[int, int], target: Tensor) -> RowRequest:
         spans = [Span(stored_parts[name], *row_range)]
-        return Request(spans, row_bytes, finite.watch(Copy(target, torch.float32), spans, torch.float32, torch.float32))
+        return RowRequest(
+            spans, row_bytes, finite.watch(Copy(target, torch.float32), spans, torch.float32, torch.float32)
+        )
 
     num_blocks = layer.in_features // format.blocksize
     code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
-    row_range, scales = local_rows(assignment.parameter), local_tensor(layer.scales)
+    row_range = local_rows(assignment.parameter)
+    scales = local_tensor(layer.scales)
     codes = [Span(assignment.stored, *row_range)]
-    requests = [Request(codes, code_bytes, Pack(local_tensor(layer.codes), format))]
+    requests = [RowRequest(codes, code_bytes, Pack(local_tensor(layer.codes), format))]
     if not format.double_quant:
         row_bytes = 4 * (num_blocks if format.is_4bit else 1)
         return [*requests, copy("scales", row_bytes, row_range, scales)]
     quantized_scales = [Span(stored_parts["scales"], *row_range)]
-    requests.append(Request(quantized_scales, num_blocks, Pack(scales, format)))
+    requests.append(RowRequest(quantized_scales, num_blocks, Pack(scales, format)))
     # Our nested_scales have one element more than the tensor in the files. That last one is the mean of the scales,
     # which bitsandbytes stores in a tensor of its own (`nested_offset`). The rank that holds the end writes it.
     first, last = local_rows(layer.nested_scales)

@@ -51,17 +51,19 @@ class FiniteCheck:
         Raises:
             CheckpointError: a tensor has values that are not finite. It is named, with its file and their number.
         """
-        found, self._found = self._found, []
+        found = self._found
+        self._found = []
         if not found:
             return
-        ends = torch.stack([end.float() for *_, ends in found for end in ends]).abs().view(-1, 2).amax(1).tolist()
-        bad = {
-            stored.key: (stored, dtype)
-            for (tensors, dtype, _), largest in zip(found, ends, strict=True)
-            if not largest <= torch.finfo(dtype).max  # NaN is not
-            for stored in tensors
-            if len(tensors) == 1 or _count_bad(stored, dtype)[0]
-        }
+        ends = torch.stack([end.float() for *_, ends in found for end in ends])
+        largest_values = ends.abs().view(-1, 2).amax(1).tolist()
+        bad: dict[str, tuple[StoredTensor, torch.dtype]] = {}
+        for (tensors, dtype, _), largest in zip(found, largest_values, strict=True):
+            if largest <= torch.finfo(dtype).max:  # NaN is not
+                continue
+            for stored in tensors:
+                if len(tensors) == 1 or _count_bad(stored, dtype)[0]:
+                    bad[stored.key] = (stored, dtype)
         if bad:
             raise _not_finite(*next(iter(bad.values())), len(bad) - 1)
 
@@ -70,11 +72,16 @@ class _Watching(Sink):
     def __init__(
         self, check: FiniteCheck, sink: Sink, spans: Sequence[Span], source: torch.dtype, dtype: torch.dtype
     ) -> None:
-        self.check, self.sink, self.spans, self.source, self.dtype = check, sink, spans, source, dtype
+        self.check = check
+        self.sink = sink
+        self.spans = spans
+        self.source = source
+        self.dtype = dtype
         self.ends = list(accumulate(span.last_row - span.first_row for span in spans))
 
     def put(self, rows: Tensor, first_row: int) -> None:
-        begin, end = bisect_right(self.ends, first_row), bisect_left(self.ends, first_row + len(rows))
+        begin = bisect_right(self.ends, first_row)
+        end = bisect_left(self.ends, first_row + len(rows))
         tensors = [span.stored for span in self.spans[begin : end + 1]]
         self.check.note(tensors, self.dtype, rows.view(self.source))
         self.sink.put(rows, first_row)
@@ -108,7 +115,9 @@ def _not_finite(stored: StoredTensor, dtype: torch.dtype, num_others: int) -> Ch
 def _count_bad(stored: StoredTensor, dtype: torch.dtype) -> tuple[int, str]:
     """Count values that are not finite; the text says so if they are finite in the file and not in `dtype`."""
     num_bad = _count(stored, torch.float32 if isinstance(stored, ScaledTensor) else stored.dtype)
-    return (num_bad, "") if num_bad else (_count(stored, dtype), f" in {dtype_name(dtype)}")
+    if num_bad:
+        return num_bad, ""
+    return _count(stored, dtype), f" in {dtype_name(dtype)}"
 
 
 def _count(stored: StoredTensor, dtype: torch.dtype) -> int:

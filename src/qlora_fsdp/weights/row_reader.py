@@ -57,7 +57,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """Consecutive rows of `row_bytes` bytes, which lie in one or more stored tensors, and who takes them."""
 
     spans: Sequence[Span]
@@ -66,7 +66,7 @@ class Request:
 
 
 def run_requests(
-    requests: Sequence[Request],
+    requests: Sequence[RowRequest],
     device: torch.device,
     on_progress: Callable[[int], None],
 ) -> None:
@@ -86,7 +86,7 @@ def run_requests(
     with _ReadAhead(requests, cuda) as reader:
         for item, buffer in reader:
             if buffer is None:
-                assert isinstance(item, Request)
+                assert isinstance(item, RowRequest)
                 item.sink.finish()
                 continue
             assert isinstance(item, _Piece)
@@ -109,7 +109,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Piece:
-    request: Request
+    request: RowRequest
     row: int  # counted from the request's first row
     spans: Sequence[Span]  # a part of the request's
 
@@ -121,13 +121,13 @@ class _ReadAhead:
     request itself, without a buffer.
     """
 
-    def __init__(self, requests: Sequence[Request], pins_memory: bool) -> None:
+    def __init__(self, requests: Sequence[RowRequest], pins_memory: bool) -> None:
         buffer_bytes = max(PIECE_BYTES, *(request.row_bytes for request in requests))
         self.free: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(NUM_BUFFERS):
             self.free.put(_Buffer(torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pins_memory)))
         self.items = _split(requests, buffer_bytes)
-        self.pending: deque[tuple[_Piece | Request, Future[_Buffer] | None]] = deque()
+        self.pending: deque[tuple[_Piece | RowRequest, Future[_Buffer] | None]] = deque()
         self.files: dict[Path, int] = {}
         self.pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read")
 
@@ -141,7 +141,7 @@ class _ReadAhead:
         for file in self.files.values():
             os.close(file)
 
-    def __iter__(self) -> Iterator[tuple[_Piece | Request, _Buffer | None]]:
+    def __iter__(self) -> Iterator[tuple[_Piece | RowRequest, _Buffer | None]]:
         for _ in range(NUM_BUFFERS - 1):
             self._submit_next()
         while self.pending:
@@ -156,7 +156,7 @@ class _ReadAhead:
     def _submit_next(self) -> None:
         """Have the next piece read; requests that are complete before it follow in their place."""
         for item in self.items:
-            if isinstance(item, Request):
+            if isinstance(item, RowRequest):
                 self.pending.append((item, None))
                 continue
             for stored in (span.stored for span in item.spans):
@@ -170,7 +170,8 @@ class _ReadAhead:
 
     def _read(self, piece: _Piece) -> _Buffer:
         """Read a piece into the next buffer that is free; runs in a thread of the pool."""
-        buffer, row_bytes = self.free.get(), piece.request.row_bytes
+        buffer = self.free.get()
+        row_bytes = piece.request.row_bytes
         if buffer.copied is not None:
             buffer.copied.synchronize()
         room = buffer.host.numpy().data
@@ -191,7 +192,8 @@ def _read_into(target: memoryview, file: int, stored: StoredTensor, start: int) 
             raise _unreadable(stored, str(error)) from error
         if count == 0:
             raise _unreadable(stored, "it ends early")
-        target, start = target[count:], start + count
+        target = target[count:]
+        start += count
 
 
 def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
@@ -200,21 +202,25 @@ def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
     )
 
 
-def _split(requests: Sequence[Request], buffer_bytes: int) -> Iterator[_Piece | Request]:
+def _split(requests: Sequence[RowRequest], buffer_bytes: int) -> Iterator[_Piece | RowRequest]:
     """The pieces of each request, then the request itself, as the sign to finish it."""
     for request in requests:
         rows_per_piece = max(1, buffer_bytes // request.row_bytes)
         spans: list[Span] = []
-        row, num_rows = 0, 0  # of the piece that is being filled
+        row = 0  # the first of the piece that is being filled
+        num_rows = 0  # that it has so far
         for span in request.spans:
             first = span.first_row
             while first < span.last_row:
                 last = min(span.last_row, first + rows_per_piece - num_rows)
                 spans.append(Span(span.stored, first, last))
-                num_rows, first = num_rows + last - first, last
+                num_rows += last - first
+                first = last
                 if num_rows == rows_per_piece:
                     yield _Piece(request, row, spans)
-                    spans, row, num_rows = [], row + num_rows, 0
+                    spans = []
+                    row += num_rows
+                    num_rows = 0
         if spans:
             yield _Piece(request, row, spans)
         yield request

@@ -197,7 +197,9 @@ def _place_tensors(file: Path, header: dict[str, Any], data_start: int, size: in
     """The tensors that a header describes, once they are known to fill the file: no gap, and none over another."""
     tensors = {}
     for key, entry in header.items():
-        name, (first, end), shape = shorten(key), entry["data_offsets"], entry["shape"]
+        name = shorten(key)
+        first, end = entry["data_offsets"]
+        shape = entry["shape"]
         if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, [*shape, first, end])):
             raise ValueError(f"{name} has a shape or offsets that are no whole numbers of 63 bits")
         if entry["dtype"] not in DTYPES:

@@ -25,7 +25,8 @@ class Copy(Sink):
     """
 
     def __init__(self, target: Tensor, source_dtype: torch.dtype) -> None:
-        self.target, self.source_dtype = target, source_dtype
+        self.target = target
+        self.source_dtype = source_dtype
 
     def put(self, rows: Tensor, first_row: int) -> None:
         values = rows.view(self.source_dtype).view(-1, *self.target.shape[1:])
@@ -45,14 +46,19 @@ class Transpose(Sink):
     """
 
     def __init__(self, sink: Sink, dtype: torch.dtype, shape: tuple[int, int], first_row: int, num_rows: int) -> None:
-        self.sink, self.dtype, self.shape = sink, dtype, shape
-        self.next_row, self.num_rows = -first_row, num_rows  # the next row to come, counted from the first wanted
+        self.sink = sink
+        self.dtype = dtype
+        self.shape = shape
+        self.next_row = -first_row  # the next row to come, counted from the first wanted
+        self.num_rows = num_rows
 
     def put(self, rows: Tensor, first_row: int) -> None:
         height, width = self.shape
         turned = rows.view(self.dtype).view(-1, height, width).mT.contiguous().view(-1, height)
-        start, self.next_row = self.next_row, self.next_row + len(turned)
-        begin, end = max(0, -start), min(len(turned), self.num_rows - start)
+        start = self.next_row
+        self.next_row += len(turned)
+        begin = max(0, -start)
+        end = min(len(turned), self.num_rows - start)
         if begin < end:
             self.sink.put(turned[begin:end].view(torch.uint8), start + begin)
 
@@ -69,7 +75,8 @@ class HoldScales(Sink):
     """
 
     def __init__(self, dtype: torch.dtype, rows: Sequence[Span]) -> None:
-        self.dtype, self.rows = dtype, rows
+        self.dtype = dtype
+        self.rows = rows
         self.held: list[Tensor] = []
         self.index: Tensor | None = None  # for each row, which row of the scales it has: int64 [rows]
 
@@ -94,7 +101,8 @@ class HoldScales(Sink):
             start += int(found[-1] - found[0]) + 1
 
     def free(self) -> None:
-        self.held, self.index = [], None
+        self.held = []
+        self.index = None
 
 
 class Dequantize(Sink):
@@ -108,7 +116,10 @@ class Dequantize(Sink):
     """
 
     def __init__(self, sink: Sink, stored: ScaledTensor, scales: HoldScales, dtype: torch.dtype) -> None:
-        self.sink, self.stored, self.scales, self.dtype = sink, stored, scales, dtype
+        self.sink = sink
+        self.stored = stored
+        self.scales = scales
+        self.dtype = dtype
         self.num_rows = 0  # so far
 
     def put(self, rows: Tensor, first_row: int) -> None:
@@ -127,7 +138,8 @@ class Pack(Sink):
     """Packs rows of bytes into the layer's storage dtype and writes them."""
 
     def __init__(self, target: Tensor, format: Format) -> None:
-        self.target, self.format = target, format
+        self.target = target
+        self.format = format
 
     def put(self, rows: Tensor, first_row: int) -> None:
         _write(self.target[first_row : first_row + len(rows)], self.format.pack(rows))
@@ -139,7 +151,10 @@ class Quantize(Sink):
     def __init__(
         self, layer: QuantizedLayer, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype
     ) -> None:
-        self.layer, self.device, self.source_dtype, self.dtype = layer, device, source_dtype, dtype
+        self.layer = layer
+        self.device = device
+        self.source_dtype = source_dtype
+        self.dtype = dtype
         self.codes = local_tensor(layer.codes)
         self.absmax: list[Tensor] = []
 
@@ -149,9 +164,10 @@ class Quantize(Sink):
         self.absmax.append(absmax)
 
     def finish(self) -> None:
-        layer, format = self.layer, self.layer.format
-        shape = (0, layer.in_features // format.blocksize) if format.is_4bit else (0,)
-        absmax = torch.cat([torch.empty(shape, device=self.device), *self.absmax])
+        layer = self.layer
+        format = layer.format
+        none = (0, layer.in_features // format.blocksize) if format.is_4bit else (0,)
+        absmax = torch.cat([torch.empty(none, device=self.device), *self.absmax])
         self.absmax = []
         if not format.double_quant:
             _write(local_tensor(layer.scales), absmax)

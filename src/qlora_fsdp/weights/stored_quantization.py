@@ -76,7 +76,10 @@ def read_quant_state(stored: StoredTensor) -> QuantState:
     """
     try:
         state: Any = json.loads(_read_bytes(stored, MAX_STATE_BYTES))
-        kind, blocksize, shape, offset = state["quant_type"], state["blocksize"], state["shape"], None
+        kind = state["quant_type"]
+        blocksize = state["blocksize"]
+        shape = state["shape"]
+        offset = None
         if kind not in ("nf4", "fp4") or not stored.key.endswith(f"__{kind}"):
             raise ValueError(f"its quant_type is {shorten(str(kind))}")
         if type(blocksize) is not int or blocksize not in BLOCKSIZES:
