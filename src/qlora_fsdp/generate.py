@@ -116,8 +116,12 @@ def complete(
     import torch
 
     from qlora_fsdp.decoding.completer import Request
-    from qlora_fsdp.inference.completions import complete_by_transformers, make_completer, sampling_config
-    from qlora_fsdp.inference.padding import stock_batch_size
+    from qlora_fsdp.inference.completions import (
+        complete_by_transformers,
+        make_completer,
+        sampling_config,
+        stock_batch_size,
+    )
     from qlora_fsdp.sharding.by_rows import texts_of_rank
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qlora_fsdp import generate
-from qlora_fsdp.inference.padding import why_not_padded
+from qlora_fsdp.inference.completions import why_not_padded
 from tests.compare_families import make_config
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.lines import write_lines

@@ -23,7 +23,7 @@ from qlora_fsdp.model.adapters.read import read_whole, tokens_of_rows
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class ParameterChange:
     """The change that an adapter makes to a parameter of the base. Tied parameters share one.
 
     Attributes:
@@ -63,7 +63,7 @@ class Change:
         return (a_ERI.mT, b_EOR.mT) if self.is_transposed else (b_EOR, a_ERI)
 
 
-def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
+def find_parameter_changes(model: nn.Module, adapter: Path) -> dict[str, ParameterChange]:
     """Find an adapter's changes, by the name of the parameter that each changes.
 
     Two tied tables that are the same in the adapter share one.
@@ -72,8 +72,8 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
         model: the base with the adapter's layers; may be on meta.
         adapter: PEFT's folder, which fits the model.
     """
-    changes: dict[str, Change] = {}
-    token_rows: dict[nn.Module, Change] = {}  # one entry for two tables that are tied
+    changes: dict[str, ParameterChange] = {}
+    token_rows: dict[nn.Module, ParameterChange] = {}  # one entry for two tables that are tied
     file = adapter / ADAPTER_WEIGHTS
     tokens = read_adapter_config(adapter, "adapter").get("trainable_token_indices")
     with safe_open(file, "pt") as tensors:
@@ -82,9 +82,10 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
         if isinstance(module, (LoraLinear, ExpertLora)):
             parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
             keys = {part: stored[key] for part, key in parts.items() if key in stored}
-            change = Change(file, keys, module.scaling[ADAPTER])
+            change = ParameterChange(file, keys, module.scaling[ADAPTER])
             if isinstance(module, ExpertLora):
-                experts, key = module.get_base_layer(), module.parameter_name
+                experts = module.get_base_layer()
+                key = module.parameter_name
                 change = replace(change, num_experts=module.num_experts, is_transposed=bool(experts.is_transposed))
                 changes[f"{name.replace('.base_layer', '')}.{key}"] = change
             else:
@@ -93,12 +94,12 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
             for key, _ in module.original_module.named_parameters():
                 keys = {part: stored[own] for part, own in whole_keys(stored, f"{name}.{key}").items()}
                 ids = tokens_of_rows(tokens, keys["rows"]) if "rows" in keys else ()
-                changes[f"{name}.{key}"] = Change(file, keys, token_ids=ids)
+                changes[f"{name}.{key}"] = ParameterChange(file, keys, token_ids=ids)
         elif isinstance(module, TrainableTokensWrapper):
             layer = module.token_adapter
             if layer.tied_adapter is None:
                 key = stored[f"{name}.{TOKEN_ROWS}"]
-                token_rows[layer] = Change(file, {"rows": key}, token_ids=tokens_of_rows(tokens, key))
+                token_rows[layer] = ParameterChange(file, {"rows": key}, token_ids=tokens_of_rows(tokens, key))
             rows = token_rows[layer.tied_adapter or layer]
             weight = f"{name.removesuffix('.base_layer')}.weight"
             adapter_of_head = changes.get(weight)  # a tied head may have an adapter above its rows
@@ -111,7 +112,7 @@ def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
     return changes
 
 
-def check_shared_layers(model: nn.Module, changes: Mapping[str, Change]) -> None:
+def check_shared_layers(model: nn.Module, changes: Mapping[str, ParameterChange]) -> None:
     """Refuse to merge into a weight that several layers share, as blocks of Zamba 2 do: each has an adapter of its own.
 
     Raises:
@@ -128,6 +129,7 @@ def check_shared_layers(model: nn.Module, changes: Mapping[str, Change]) -> None
             )
 
 
-def _are_equal(one: Change, other: Change) -> bool:
+def _are_equal(one: ParameterChange, other: ParameterChange) -> bool:
     """Whether an adapter has two tied tables as a whole, and both are the same: they can stay tied."""
-    return all("whole" in change.keys for change in (one, other)) and torch.equal(one.read_whole(), other.read_whole())
+    are_whole = "whole" in one.keys and "whole" in other.keys
+    return are_whole and torch.equal(one.read_whole(), other.read_whole())

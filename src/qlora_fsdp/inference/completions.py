@@ -2,24 +2,101 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
-from qlora_fsdp.decoding.trial import why_not_in_slots
-from qlora_fsdp.inference.generation_file import blaming_file, generation_config
+from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
+from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.memory.generation import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
+from qlora_fsdp.model.trials.row_trial import RowTrial
+from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.sharding.by_rows import ByRows, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
+
+GENERATION_FILE = "generation_config.json"
+LIMIT = 2**63  # of numbers; torch has none above
+STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
+PAD = 0
+NUM_NEW = 2
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < LIMIT
+
+
+def _are_ids(value: Any) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return all(type(each) is int and abs(each) < LIMIT for each in ids)
+
+
+# What the values of a generation_config.json have to be, of those of which transformers does not say it clearly.
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p", "guidance_scale", "max_time"), _is_number),
+    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams"), _is_number),
+    **dict.fromkeys(("num_return_sequences", "no_repeat_ngram_size", "prompt_lookup_num_tokens"), _is_number),
+    **dict.fromkeys(("eos_token_id", "pad_token_id", "forced_eos_token_id", "suppress_tokens"), _are_ids),
+    "repetition_penalty": lambda value: _is_number(value) and value > 0,
+}
+
+
+def generation_config(trained: AssembledModel) -> GenerationConfig:
+    """The generation_config.json of the model files, with the tokenizer's end and padding where it has none.
+
+    Raises:
+        CheckpointError: the file can't be read, or a value in it can't be used.
+    """
+    file = None if trained.files.folder is None else trained.files.folder / GENERATION_FILE
+    config = GenerationConfig() if file is None or not file.is_file() else _read_generation(file)
+    if config.eos_token_id is None:
+        config.eos_token_id = trained.tokenizer.eos_token_id
+    config.pad_token_id = trained.tokenizer.pad_token_id
+    return config
+
+
+@contextmanager
+def blaming_file(trained: AssembledModel, config: GenerationConfig) -> Iterator[None]:
+    """Around transformers' `generate`, which looks at most settings of a generation_config.json only by then.
+
+    Raises:
+        CheckpointError: it can't generate with a setting that is not known here.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        reason = why_not(config)
+        if reason is None:
+            raise
+        file = f"{trained.files.folder}/{GENERATION_FILE}"
+        raise CheckpointError(
+            f"transformers can't generate with {file}: {str(error).strip()} ({reason}). Correct it there, or remove it."
+        ) from error
+
+
+def _read_generation(file: Path) -> GenerationConfig:
+    try:
+        values = read_json_object(file, MAX_CONFIG_BYTES)
+        bad = next((key for key, fits in _FITS.items() if values.get(key) is not None and not fits(values[key])), None)
+        config = GenerationConfig() if bad else GenerationConfig.from_pretrained(str(file.parent))
+    except Exception as error:  # the file may hold anything
+        raise CheckpointError(f"{file} can't be used: {error}. Correct it, or copy it again.") from error
+    if bad is not None:
+        value = shorten(json.dumps(values[bad]))
+        raise CheckpointError(f"{file} sets {bad} to {value}, which can't be used. Correct it there, or remove it.")
+    return config
 
 
 def make_completer(
@@ -120,3 +197,58 @@ def run_transformers(
             **options,
         )
     return output.cpu()
+
+
+def stock_batch_size(config: PretrainedConfig, trust_remote_code: bool, wanted: int | None) -> int:
+    """How many prompts transformers completes at a time: `wanted` or as many as are fast, and one if padding is seen.
+
+    Args:
+        config: the model's.
+        trust_remote_code: run model code that comes with the files.
+        wanted: None for as many as are fast.
+    """
+    size = wanted or STOCK_BATCH_SIZE
+    if size == 1:
+        return size
+    reason = why_not_padded(config.get_text_config(), trust_remote_code)
+    if reason is not None:
+        log.info(f"Prompts are completed one at a time: {reason}")
+        return 1
+    return size
+
+
+def why_not_padded(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
+    """Why such a model's logits are others beside a longer prompt; None if they are not, or if that can't be tried."""
+    trial = RowTrial(config, MAX_LENGTH, trust_remote_code=trust_remote_code)
+    if trial.error is not None:
+        return None
+    try:
+        with stock_models(), torch.no_grad():
+            difference = _difference(trial)
+    except Exception as error:  # classes are transformers', or come with a model
+        if is_shortage(error):
+            raise
+        return f"padded prompts can't be computed ({name_error(error)})"
+    if not difference <= TOLERANCE:
+        return f"beside a longer prompt its logits would differ by {difference:.1g} of the largest"
+    return None
+
+
+def _difference(trial: RowTrial) -> float:
+    """The largest difference of a logit of the next two tokens, as a part of the largest logit."""
+    model, rows = trial.model.eval(), [row.tolist() for row in trial.rows]
+    beside, largest, scale = _complete(model, rows), 0.0, 0.0
+    for index, row in enumerate(rows):
+        alone = _complete(model, [row])
+        for step, (found, expected) in enumerate(zip(beside.logits, alone.logits, strict=True)):
+            largest = max(largest, float((found[index] - expected[0]).abs().max()))
+            scale = max(scale, float(expected.abs().max()))
+            if beside.sequences[index, step - NUM_NEW] != alone.sequences[0, step - NUM_NEW]:
+                break  # the next logits are those of other texts
+    return largest / scale
+
+
+def _complete(model: Any, rows: list[list[int]]) -> Any:
+    input_ids, mask = pad_left(rows, PAD)
+    options = {"do_sample": False, "min_new_tokens": NUM_NEW, "max_new_tokens": NUM_NEW, "pad_token_id": PAD}
+    return model.generate(input_ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)

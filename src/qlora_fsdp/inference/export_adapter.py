@@ -28,7 +28,7 @@ from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.text import list_some
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.adapter_tables import PREFIX, WEIGHT
-from qlora_fsdp.inference.changes import Change, find_changes
+from qlora_fsdp.inference.changes import ParameterChange, find_parameter_changes
 from qlora_fsdp.model.adapters.serving import (
     BASE_LAYER,
     LayerInFiles,
@@ -57,7 +57,7 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> dict[st
         RunFolderError: `out` is not empty.
     """
     config = peft.LoraConfig.from_pretrained(str(adapter))
-    changes = find_changes(trained.model.base, adapter)
+    changes = find_parameter_changes(trained.model.base, adapter)
     _check_kind(adapter, config, changes)
     stored = stored_by_name(trained.meta.assignments)
     experts = dict(adapted_experts(trained.model.base))
@@ -110,7 +110,7 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> dict[st
     return renamed
 
 
-def _by_layer(change: Change, layers: Sequence[LayerInFiles]) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _by_layer(change: ParameterChange, layers: Sequence[LayerInFiles]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The matrices of a linear layer, for each layer that it is in the files; these share A."""
     a, b = change.read("lora_A.weight"), change.read("lora_B.weight")
     for layer in layers:
@@ -118,14 +118,14 @@ def _by_layer(change: Change, layers: Sequence[LayerInFiles]) -> Iterator[tuple[
         yield layer.name, a, rows
 
 
-def _fused(change: Change, module: str, module_in_files: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _fused(change: ParameterChange, module: str, module_in_files: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The matrices of a weight of fused experts, as PEFT has them, under the name of their module in the files."""
     own = change.keys["lora_A.weight"].removeprefix(PREFIX).removesuffix(".lora_A.weight")
     assert own.startswith(module)
     yield module_in_files + own.removeprefix(module), change.read("lora_A.weight"), change.read("lora_B.weight")
 
 
-def _unfuse(change: Change, source: ComposedTensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _unfuse(change: ParameterChange, source: ComposedTensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The matrices of each expert's layers, under the layers' names in the files."""
     b_EOR, a_ERI = change.factors()
     start = 0
@@ -163,7 +163,7 @@ def _ends(target_parameters: Sequence[str] | None) -> list[str]:
     return sorted({".".join(name.split(".")[-2:]) for name in target_parameters or []})
 
 
-def _check_kind(adapter: Path, config: peft.LoraConfig, changes: Mapping[str, Change]) -> None:
+def _check_kind(adapter: Path, config: peft.LoraConfig, changes: Mapping[str, ParameterChange]) -> None:
     kinds = {
         "is a DoRA adapter": config.use_dora,
         "holds whole layers (modules_to_save)": any("whole" in change.keys for change in changes.values()),

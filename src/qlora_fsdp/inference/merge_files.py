@@ -24,7 +24,7 @@ from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
 from qlora_fsdp.common.foreign_files import named_templates
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
-from qlora_fsdp.inference.changes import Change, check_shared_layers, find_changes
+from qlora_fsdp.inference.changes import ParameterChange, check_shared_layers, find_parameter_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
     WeightMerger,
@@ -48,7 +48,7 @@ BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
 # What an adapter's matrices are multiplied by follows from these settings of its adapter_config.json.
 SCALING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-NO_CHANGE = Change(Path(), {})
+NO_CHANGE = ParameterChange(Path(), {})
 
 
 def merge_files(merge: Merge) -> None:
@@ -68,7 +68,7 @@ def merge_files(merge: Merge) -> None:
         )
     if merge.quantize is not None:
         _check_quantized(merge)
-    changes = find_changes(merge.trained.model.base, merge.adapter)
+    changes = find_parameter_changes(merge.trained.model.base, merge.adapter)
     check_shared_layers(merge.trained.model.base, changes)
     with merging_to(merge.out):
         _open_folder(merge)
@@ -109,24 +109,16 @@ def _open_folder(merge: Merge) -> None:
     write_json(file, record)
 
 
-def _write_weights(merge: Merge, changes: dict[str, Change]) -> bool:
+def _write_weights(merge: Merge, changes: dict[str, ParameterChange]) -> bool:
     """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
-    assignments = {a.stored.key: a for a in merge.meta.assignments if isinstance(a.stored, StoredTensor)}
-    uses, merger = find_uses(merge.meta.assignments), WeightMerger(merge, changes)
     _refuse_composed(merge, changes)
-    parts = {tensor.key for a in assignments.values() for tensor in a.stored_tensors if tensor is not a.stored}
-    if any(isinstance(a.stored, ScaledTensor) for a in assignments.values()):
-        parts |= {key for key in merge.trained.files.tensors if key.endswith(UNUSED)}
-    parts |= {key for a in assignments.values() for key in a.copies}  # copies of a tied table, which is written once
-    by_file: dict[str, list[StoredTensor]] = {}
-    for stored in merge.trained.files.tensors.values():
-        # The base's own head, in a classifier.
-        is_unused = merge.meta.head and stored.key not in assignments and stored.key not in uses
-        if not (is_unused or _is_state(stored.key) or stored.key in parts):
-            by_file.setdefault(stored.file.name, []).append(stored)
     extra = _find_extra(merge, changes)
+    by_file = _find_merged(merge)
     if extra and SINGLE_NAME in by_file:  # transformers takes a file of that name for the whole model
         by_file[BASE_NAME] = by_file.pop(SINGLE_NAME)
+    assignments = _by_key(merge)
+    uses = find_uses(merge.meta.assignments)
+    merger = WeightMerger(merge, changes)
     weight_map: dict[str, str] = {}
     for name, tensors in tqdm(by_file.items(), desc="Merging", unit="file", disable=None):
         target = merge.out / name
@@ -142,14 +134,43 @@ def _write_weights(merge: Merge, changes: dict[str, Change]) -> bool:
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
     if extra:
-        values = {name: merger.merged_weight(replace(a, name=name)) for name, a in extra.items()}
+        values = {name: merger.merged_weight(replace(assignment, name=name)) for name, assignment in extra.items()}
         _save(values, merge.out / EXTRA_NAME)
         weight_map |= dict.fromkeys(values, EXTRA_NAME)
     if set(weight_map.values()) != {SINGLE_NAME}:
         size = sum((merge.out / name).stat().st_size for name in set(weight_map.values()))
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(merge.out / INDEX_NAME, index)
-    return any(a.stored is not None for a in extra.values())
+    return any(assignment.stored is not None for assignment in extra.values())
+
+
+def _by_key(merge: Merge) -> dict[str, Assignment]:
+    """The weights of the model that are one tensor in the base's files, by the key of that."""
+    by_key: dict[str, Assignment] = {}
+    for assignment in merge.meta.assignments:
+        if isinstance(assignment.stored, StoredTensor):
+            by_key[assignment.stored.key] = assignment
+    return by_key
+
+
+def _find_merged(merge: Merge) -> dict[str, list[StoredTensor]]:
+    """The tensors of the base's files that the result has too, by the names of the files."""
+    all_tensors = merge.trained.files.tensors
+    assignments = _by_key(merge)
+    left_out: set[str] = set()
+    for assignment in assignments.values():
+        left_out |= {tensor.key for tensor in assignment.stored_tensors if tensor is not assignment.stored}  # scales
+        left_out.update(assignment.copies)  # of a tied table, which is written once
+        if isinstance(assignment.stored, ScaledTensor):
+            left_out |= {key for key in all_tensors if key.endswith(UNUSED)}
+    if merge.meta.head:  # of a classifier: the base has a head of its own, which nothing uses
+        used = {*assignments, *find_uses(merge.meta.assignments)}
+        left_out |= all_tensors.keys() - used
+    by_file: dict[str, list[StoredTensor]] = {}
+    for stored in all_tensors.values():
+        if stored.key not in left_out and not _is_state(stored.key):
+            by_file.setdefault(stored.file.name, []).append(stored)
+    return by_file
 
 
 def _check_quantized(merge: Merge) -> None:
@@ -168,22 +189,21 @@ def _check_quantized(merge: Merge) -> None:
         raise CheckpointError(f"quantize={merge.quantize} can't be used: {reason}. Leave quantize out.")
 
 
-def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:
+def _refuse_composed(merge: Merge, changes: dict[str, ParameterChange]) -> None:
     """Tensors of the files that the model splits or joins stay as they are, and so have no codes and no new rows.
 
     Raises:
         CheckpointError: some would get them; or some are scaled by blocks, as nothing in the result is.
     """
-    names = [
-        a.name
-        for a in merge.meta.assignments
-        if isinstance(a.stored, ComposedTensor)
-        and (
-            (merge.quantize and isinstance(a.module, QuantizedLinear))
-            or changes.get(a.name, NO_CHANGE).token_ids
-            or any(isinstance(tensor, ScaledTensor) for tensor in a.stored_tensors)
-        )
-    ]
+    names: list[str] = []
+    for assignment in merge.meta.assignments:
+        if not isinstance(assignment.stored, ComposedTensor):
+            continue
+        gets_codes = merge.quantize is not None and isinstance(assignment.module, QuantizedLinear)
+        gets_rows = bool(changes.get(assignment.name, NO_CHANGE).token_ids)
+        is_scaled = any(isinstance(tensor, ScaledTensor) for tensor in assignment.stored_tensors)
+        if gets_codes or gets_rows or is_scaled:
+            names.append(assignment.name)
     if names:
         raise CheckpointError(
             f"{merge.trained.files.folder} has {len(names)} weights in other tensors than the model, such as "
@@ -192,23 +212,20 @@ def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:
         )
 
 
-def _find_extra(merge: Merge, changes: dict[str, Change]) -> dict[str, Assignment]:
+def _find_extra(merge: Merge, changes: dict[str, ParameterChange]) -> dict[str, Assignment]:
     """Find what the base's files lack.
 
     These are a new head and, of two tied weights of which the adapter changes one, the one that the files do not name.
     """
-    extra: dict[str, Assignment] = {}
+    by_name = {assignment.name: assignment for assignment in merge.meta.assignments}
+    extra = {name: assignment for name, assignment in by_name.items() if assignment.stored is None}
     ties = merge.meta.model.all_tied_weights_keys or {}
-    by_name = {a.name: a for a in merge.meta.assignments}
-    for a in merge.meta.assignments:
-        if a.stored is None:
-            extra[a.name] = a
     for target, source in ties.items():
         if changes.get(target) is changes.get(source):  # neither is changed, or both are in the same way
             continue
-        stored_under = by_name.get(source) or by_name.get(target)
-        assert stored_under is not None and isinstance(stored_under.stored, StoredTensor)
-        extra[source if stored_under.name == target else target] = stored_under
+        named, other = (source, target) if source in by_name else (target, source)
+        assert isinstance(by_name[named].stored, StoredTensor)
+        extra[other] = by_name[named]
     return extra
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
-from qlora_fsdp.inference.changes import Change
+from qlora_fsdp.inference.changes import ParameterChange
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.model.assemble import AssembledModel
@@ -62,7 +62,7 @@ class Merge:
         return self.trained.dtype
 
 
-class Use(NamedTuple):
+class PieceUse(NamedTuple):
     """Rows of a tensor of the files that are rows of a weight of the model.
 
     Attributes:
@@ -76,15 +76,16 @@ class Use(NamedTuple):
     first_row: int
 
 
-def find_uses(assignments: Sequence[Assignment]) -> dict[str, list[Use]]:
+def find_uses(assignments: Sequence[Assignment]) -> dict[str, list[PieceUse]]:
     """What becomes of the tensors that the model has in other tensors than the files, by their keys in the files."""
-    uses: dict[str, list[Use]] = {}
+    uses: dict[str, list[PieceUse]] = {}
     for assignment in assignments:
-        composed, start = assignment.stored, 0
+        composed = assignment.stored
         if not isinstance(composed, ComposedTensor):
             continue
+        start = 0
         for piece in composed.pieces:
-            uses.setdefault(piece.stored.key, []).append(Use(assignment, piece, start))
+            uses.setdefault(piece.stored.key, []).append(PieceUse(assignment, piece, start))
             num_elements = piece.num_rows * composed.row_elements
             start += num_elements // (composed.shape[-1] if composed.row_elements > 1 else 1)
     return uses
@@ -97,15 +98,17 @@ class WeightMerger:
     last few of these are kept.
     """
 
-    def __init__(self, merge: Merge, changes: Mapping[str, Change]) -> None:
-        self.merge, self.changes = merge, changes
-        self._factors = lru_cache(NUM_KEPT)(lambda change: tuple(f.to(merge.device) for f in change.factors()))
+    def __init__(self, merge: Merge, changes: Mapping[str, ParameterChange]) -> None:
+        self.merge = merge
+        self.changes = changes
+        self._factors = lru_cache(NUM_KEPT)(self._read_factors)
         self._codes = lru_cache(NUM_KEPT)(self._quantize)
         self._assignments = {assignment.name: assignment for assignment in merge.meta.assignments}
 
     def merged_weight(self, assignment: Assignment) -> Tensor:
         """A weight for which the files have one tensor, or none, with the adapter merged into it; on the CPU."""
-        change, stored = self.changes.get(assignment.name), assignment.stored
+        change = self.changes.get(assignment.name)
+        stored = assignment.stored
         stored_dtype = None if stored is None else stored.dtype
         if isinstance(stored, ScaledTensor):  # written like the layers that are not
             stored_dtype = self.merge.dtype
@@ -127,7 +130,7 @@ class WeightMerger:
         self._merge_rows(assignment, 0, matrix)
         return weight.to(dtype)
 
-    def merged_pieces(self, stored: StoredTensor, uses: Sequence[Use]) -> Tensor:
+    def merged_pieces(self, stored: StoredTensor, uses: Sequence[PieceUse]) -> Tensor:
         """A tensor of the files with the changes of all weights of which it is a part; on the CPU."""
         tensor = _read_tensor(stored)
         for assignment, piece, first_row in uses:
@@ -154,23 +157,28 @@ class WeightMerger:
             first_row: the number of the first.
             rows: [n, columns], as in the files; they are written only where the base is dequantized.
         """
-        device, change = self.merge.device, self.changes.get(assignment.name)
+        device = self.merge.device
+        change = self.changes.get(assignment.name)
         if change is not None and "whole" in change.keys:
             whole = change.read_whole()
             rows.copy_(whole.view(-1, whole.shape[-1])[first_row : first_row + len(rows)])
             return
         codes = self._codes(assignment.name) if self._is_dequantized(assignment) else None
-        left, right = (None, None) if change is None else self._factors(change)
-        has_norms = change is not None and "lora_magnitude_vector" in change.keys
-        magnitude = change.read("lora_magnitude_vector").to(device) if change is not None and has_norms else None
-        start, end = first_row, first_row + len(rows)
-        num_expert_rows = end if left is None else left.shape[1]
+        start = first_row
+        end = first_row + len(rows)
+        num_expert_rows = end
+        magnitude: Tensor | None = None
+        if change is not None:
+            left, right = self._factors(change)
+            num_expert_rows = left.shape[1]
+            if "lora_magnitude_vector" in change.keys:
+                magnitude = change.read("lora_magnitude_vector").to(device)
         while start < end:  # up to the end of an expert
             expert, row = divmod(start, num_expert_rows)
             stop = min(end, start + num_expert_rows - row, start + max(1, VALUES_A_TIME // rows.shape[1]))
             target = rows[start - first_row : stop - first_row]
             values = target.to(device, torch.float32) if codes is None else _dequantize(codes, start, stop)
-            if left is not None and right is not None and change is not None:
+            if change is not None:
                 low = left[expert, row : row + stop - start]
                 values = values.addmm(low, right[expert], alpha=change.scaling)
             if magnitude is not None:  # the norms of the rows, which DoRA trains apart (arXiv:2402.09353, equation 5)
@@ -183,9 +191,15 @@ class WeightMerger:
         """Whether the adapter is merged into what the codes of a weight stand for."""
         return self.merge.dequantized and assignment.is_quantized
 
+    def _read_factors(self, change: ParameterChange) -> tuple[Tensor, Tensor]:
+        """The factors of a change, on the device."""
+        left, right = change.factors()
+        return left.to(self.merge.device), right.to(self.merge.device)
+
     def _quantize(self, name: str) -> QuantizedLinear:
         """A weight of the base as training had it, as one matrix of the rows of all experts."""
-        merge, assignment = self.merge, self._assignments[name]
+        merge = self.merge
+        assignment = self._assignments[name]
         module = assignment.layer
         layer = QuantizedLinear(
             module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
@@ -202,7 +216,7 @@ def _dequantize(layer: QuantizedLinear, start: int, stop: int) -> Tensor:
     return values[0].float()
 
 
-def _with_rows(weight: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
+def _with_rows(weight: Tensor, change: ParameterChange, dtype: torch.dtype) -> Tensor:
     """A table with the rows of new tokens, which may be longer than it was."""
     ids = torch.tensor(change.token_ids)
     table = weight.new_empty(max(len(weight), int(ids.max()) + 1), *weight.shape[1:], dtype=dtype)

@@ -9,22 +9,24 @@ import peft
 import torch
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.adapter_config import read_lora
-from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerprint
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_lora
+from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerprint, read_started_from
 from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
-from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
-from qlora_fsdp.inference.reference import Reference
+from qlora_fsdp.data.tokenizer import NO_TOKENS, add_tokens, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import check_base, describe_base
 from qlora_fsdp.model.settle import settle_model
+from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.records.run_state import CHECKPOINTS, START_FOLDER
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.runtime.processes import Processes
@@ -176,3 +178,66 @@ def _run_from_the_root(model: TaskModel, task: TaskConfig, device: torch.device)
     )
     model(batch.to(device))
     model.forget_outputs()
+
+
+class Reference:
+    """The reference of a saved adapter. It is found before anything large is read. Collective.
+
+    Args:
+        trained: the base with the adapter's layers, on meta.
+        adapter: the adapter's folder; None for the base alone.
+        config: settings of the base and of the preference.
+        processes: all ranks take part.
+
+    Raises:
+        AdapterError: the adapter that training started from is not to be found, or is another one.
+    """
+
+    def __init__(self, trained: AssembledModel, adapter: str | None, config: Config, processes: Processes) -> None:
+        self.model = trained.model
+        self.seed = config.training.seed
+        self.is_wanted = isinstance(self.model, PreferenceLM) and config.preference.loss.needs_reference
+        self.start = _find_start(adapter, config) if self.is_wanted and adapter is not None else None
+        self.tokens = trained.tokens
+        self.adapter = None if adapter is None else SavedAdapter(Path(adapter).expanduser())
+        if self.start is not None:
+            self.start.check(trained.model.model, trained.meta.head)
+            self.start.check_values(processes)
+            log.info(f"Reference: the adapter in {self.start.folder}, from which training started")
+        elif self.is_wanted and (config.tokenizer.add_tokens or config.tokenizer.add_special_tokens):
+            # Rows of new tokens began at the mean. The adapter's tokenizer knows these tokens, and the base's does not.
+            self.tokens = add_tokens(find_tokenizer(config.model, config.data, trained.files.folder, None, False), config.tokenizer)
+
+    def freeze(self, model: peft.PeftModel) -> None:
+        """Fill the adapter's layers, on a base that is loaded, and keep what they then have as the reference."""
+        initialize_adapters(model, True, self.seed, self.tokens)
+        if self.start is not None:
+            self.start.load(model)
+        elif self.adapter is not None:
+            self.adapter.load_untrained(model)
+        if isinstance(self.model, PreferenceLM) and self.is_wanted:
+            self.model.freeze_start(keeps_copy=True)
+
+
+def _find_start(adapter: str, config: Config) -> SavedAdapter | None:
+    """The adapter that training started from: as typed, or the copy in the run's folder; None if it began anew.
+
+    Raises:
+        AdapterError: the adapter's folder names one that is not there, or not the one that is typed.
+    """
+    wanted = read_started_from(adapter)
+    folder = Path(adapter).expanduser().resolve().parent  # of the run, or of one of its checkpoints
+    run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    place = run_folder / START_FOLDER if config.lora.start is None else typed_folder(config)
+    weights = place / ADAPTER_WEIGHTS
+    if weights.is_file() and wanted in (None, digest_file(weights)):
+        return SavedAdapter(place, SETTING)
+    if wanted is None:
+        return None
+    loss = show("preference.loss", config.preference.loss)
+    where = f"{START_FOLDER} beside it" if config.lora.start is None else show(SETTING, config.lora.start)
+    raise AdapterError(
+        f"adapter={adapter} was trained on from another adapter, which {loss} compares it with, and {where} does not "
+        f"have it (SHA-256 of its weights: {wanted}). Set {SETTING} to its folder, or preference.loss=cpo, which "
+        "compares with none."
+    )
