@@ -116,7 +116,7 @@ def _rows(
     """The rows in the order of the file, each below a line about it; of a mix, some of each data set."""
     import numpy as np
 
-    from qlora_fsdp.data.label_counts import name_labels
+    from qlora_fsdp.data.labels import name_labels
     from qlora_fsdp.data.mix import MixedRows
 
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]

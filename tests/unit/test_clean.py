@@ -204,7 +204,7 @@ def test_what_the_last_rows_begin_with_is_known_as_well(
 ) -> None:
     """Of somewhat fewer than two samples of rows, the sample was of the first ones alone."""
     pytest.importorskip("datasketch")
-    monkeypatch.setattr("qlora_fsdp.data.cleaning.near_duplicates.SAMPLED_ROWS", 100)
+    monkeypatch.setattr("qlora_fsdp.data.cleaning.clean.SAMPLED_ROWS", 100)
     rng = random.Random(0)
     system = " ".join(rng.choices(WORDS, k=40)) + ": "
     rows = [("" if number < 120 else system) + " ".join(rng.choices(WORDS, k=8)) for number in range(190)]
@@ -229,7 +229,7 @@ def test_what_was_found_is_kept_for_other_ranks_and_later_runs(
 
     with monkeypatch.context() as patch:
         patch.setattr(row_hashes, "_hash", fail)
-        patch.setattr("qlora_fsdp.data.cleaning.near_duplicates._find", fail)
+        patch.setattr("qlora_fsdp.data.cleaning.clean._find", fail)
         assert texts(prepare(path, near_duplicates=0.5).train) == texts(first.train)
         assert texts(prepare(path, near_duplicates=0.5, is_main=False).train) == texts(first.train)
     for file in kept:

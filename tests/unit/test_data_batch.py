@@ -10,9 +10,8 @@ import torch
 
 from qlora_fsdp.common.sizes import num_lengths, round_length
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
-from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.prefetch import prefetch
-from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences
+from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences, pack
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenized_rows import TokenizedRows
 from qlora_fsdp.model.count import FlopCounter

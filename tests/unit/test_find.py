@@ -15,7 +15,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.config.model_config import check_same_model
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, QuantConfig
 from qlora_fsdp.config.specs import ModuleSpec
-from qlora_fsdp.data import tokenizer_files
+from qlora_fsdp.data import tokenizer as tokenizers
 from qlora_fsdp.data.tokenizer import load_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.model.build import BuildSettings, build_model
@@ -160,6 +160,6 @@ def test_a_tokenizer_that_can_not_be_loaded_is_told_by_what_is_missing(
     with pytest.raises(CheckpointError, match=r"it has none of tokenizer\.json, tokenizer\.model, .*\. Set model"):
         load_tokenizer(model, DataConfig())
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
-    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"its tokenizer\.model needs `pip install sentencepiece`"):
         load_tokenizer(model, DataConfig())

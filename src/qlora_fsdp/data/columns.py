@@ -32,8 +32,17 @@ COMMON_NAMES = {
     "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("prompt", "question", "instruction", "query", "input", "problem", "source", "user", "article"),
     "completion": (
-        *("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "summary"),
-        *("abstract", "highlights"),
+        "completion",
+        "answer",
+        "response",
+        "output",
+        "solution",
+        "target",
+        "assistant",
+        "reply",
+        "summary",
+        "abstract",
+        "highlights",
     ),
     "text": ("text", "content", "body", "sentence", "raw_content", "code"),
 }
@@ -73,7 +82,8 @@ def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mappin
     lacks = f"no {' and no '.join(missing)}; " if missing else ""
     guess = {} if columns else _guess_columns(row)
     if guess:
-        return f"{lacks}keys are {keys}; set data.columns={{{', '.join(f'{k}: {v}' for k, v in guess.items())}}}"
+        pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in guess.items())
+        return f"{lacks}keys are {keys}; set data.columns={{{pairs}}}"
     if missing:
         return f"{lacks}keys are {keys}; data.columns={{{missing[0]}: NAME}} says which it is"
     forms = "messages; prompt, completion; instruction, output; or text"
@@ -82,19 +92,35 @@ def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mappin
 
 def show_keys(row: Mapping[str, Any]) -> str:
     """The keys of a row, for messages."""
-    return ", ".join([*list(row)[:MAX_KEYS], *(["..."] if len(row) > MAX_KEYS else [])]) or "none"
+    shown = list(row)[:MAX_KEYS]
+    if len(row) > MAX_KEYS:
+        shown.append("...")
+    return ", ".join(shown) or "none"
 
 
 def _guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Guess data.columns for a row of unknown form from common names; empty if there is nothing to guess from."""
     lower = {key.lower(): key for key in row}
-    # The names are in order of preference. They are tried from the last one, so that the first one overwrites others.
-    found = {ours: lower[name] for ours, names in COMMON_NAMES.items() for name in reversed(names) if name in lower}
-    context = next((lower[name] for name in ("input", "context") if name in lower), None)
-    if context and "completion" in found and "instruction" in lower:  # a prompt alone would leave the context out
-        alpaca = {"instruction": lower["instruction"], "input": context, "output": found["completion"]}
-        return {ours: theirs for ours, theirs in alpaca.items() if ours != theirs}
-    for form in (("messages",), ("prompt", "completion"), ("text",)):
-        if all(key in found for key in form):
-            return {key: found[key] for key in form if key != found[key]}
+    found: dict[str, str] = {}
+    for ours, names in COMMON_NAMES.items():
+        theirs = _first_of(names, lower)
+        if theirs is not None:
+            found[ours] = theirs
+    forms: list[dict[str, str | None]] = [
+        {"messages": found.get("messages")},
+        {"prompt": found.get("prompt"), "completion": found.get("completion")},
+        {"text": found.get("text")},
+    ]
+    context = _first_of(("input", "context"), lower)
+    if context is not None:  # a prompt alone would leave the context out
+        alpaca = {"instruction": lower.get("instruction"), "input": context, "output": found.get("completion")}
+        forms.insert(0, alpaca)
+    for form in forms:
+        if None not in form.values():
+            return {ours: theirs for ours, theirs in form.items() if theirs is not None and ours != theirs}
     return {}
+
+
+def _first_of(names: Sequence[str], lower: Mapping[str, str]) -> str | None:
+    """The key of a row that has the first of some names; `lower` has its keys by the same in lower case."""
+    return next((lower[name] for name in names if name in lower), None)

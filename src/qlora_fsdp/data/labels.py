@@ -13,15 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.columns import rename, show_keys
-from qlora_fsdp.data.label_counts import num_outputs
+from qlora_fsdp.data.files.row_file import RowFile
+from qlora_fsdp.data.files.row_files import ARROW_FILE
 from qlora_fsdp.data.parse import parse_row
+from qlora_fsdp.data.read import Source
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
 
@@ -200,18 +206,24 @@ def _read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[
     Raises:
         BadRow: there are no words, not as many labels as words, or a label that is not in task.labels.
     """
+    if "tokens" not in row:
+        raise BadRow(WRONG_KEYS, _no_key("tokens", row))
     key = next((key for key in WORD_LABEL_KEYS if key in row), None)
-    if "tokens" not in row or key is None:
-        raise BadRow(WRONG_KEYS, _no_key("tokens" if "tokens" not in row else "labels", row))
-    words, labels = row["tokens"], row[key]
+    if key is None:
+        raise BadRow(WRONG_KEYS, _no_key("labels", row))
+    words = row["tokens"]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise BadRow(WRONG_TYPES, "tokens is not a list of words")
-    if not isinstance(labels, list) or len(labels) != len(words):
-        found = f"has {len(labels)}" if isinstance(labels, list) else f"is {type(labels).__name__}"
-        raise BadRow(WRONG_LABEL, f"{key} {found}, not a list of one label for each of the {len(words)} tokens")
+    labels = row[key]
+    wanted = f"not a list of one label for each of the {len(words)} tokens"
+    if not isinstance(labels, list):
+        raise BadRow(WRONG_LABEL, f"{key} is {type(labels).__name__}, {wanted}")
+    if len(labels) != len(words):
+        raise BadRow(WRONG_LABEL, f"{key} has {len(labels)}, {wanted}")
     if not any(word.strip() for word in words):
         raise BadRow(EMPTY, "tokens is empty")
-    return words, [None if label in NO_LABEL else _index(label, task.labels or []) for label in labels]
+    names = task.labels or []
+    return words, [None if label in NO_LABEL else _index(label, names) for label in labels]
 
 
 def label_first_tokens(
@@ -228,8 +240,10 @@ def label_first_tokens(
         For each token whether it has a label, and the labels of those that have one. A word has no token, and its
         label is left out, if the tokenizer drops it or the row is cut before it.
     """
-    is_labelled, found = [False] * len(offsets), []
-    begin = token = 0
+    is_labelled = [False] * len(offsets)
+    found: list[float] = []
+    begin = 0
+    token = 0
     for word, label in zip(words, labels, strict=True):
         while token < len(offsets) and offsets[token][1] <= begin:
             token += 1
@@ -263,18 +277,23 @@ def _index(value: Any, names: list[str]) -> int:
 
     True and false are names too, as task.labels=[false,true] has them.
     """
+    written: tuple[str, ...] = ()  # ways to write the value, as a name or as an index
     if isinstance(value, bool):
-        for name in (str(value).lower(), str(value)):
-            if name in names:
-                return names.index(name)
+        written = (str(value).lower(), str(value))
+    elif isinstance(value, float) and value.is_integer():
+        written = (str(value), str(int(value)))
     elif isinstance(value, (str, int, float)):
-        whole = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-        for name in (str(value), whole):
-            if name in names:
-                return names.index(name)
-        if _is_index(whole) and int(whole) < len(names) and not _are_numbers(names):
-            return int(whole)
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        written = (str(value),)
+    for text in written:
+        if text in names:
+            return names.index(text)
+    if written and _is_index(written[-1]) and not _are_numbers(names):
+        index = int(written[-1])
+        if index < len(names):
+            return index
+    shown = ", ".join(names[:8])
+    if len(names) > 8:
+        shown += ", ..."
     raise BadRow(WRONG_LABEL, f"{shorten(repr(value))} is neither one of task.labels ({shown}) nor an index of them")
 
 
@@ -296,3 +315,95 @@ def _number(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if abs(number) <= FLOAT32_MAX else None
+
+
+def check_label_order(source: Source, task: TaskConfig, columns: Mapping[str, str]) -> None:
+    """Refuses task.labels in another order than the table's own names, as every row would get another row's label.
+
+    `datasets` writes the names of a ClassLabel beside the indices. Other names than the table's are the user's to give.
+
+    Raises:
+        DataError: the order is another one.
+    """
+    ours = [label.casefold() for label in task.labels or []]
+    keys = WORD_LABEL_KEYS if task.name is TaskName.token_classification else LABEL_KEYS
+    names = label_columns(columns, task)
+    features = _read_features(source)
+    for column in (names.get(key, key) for key in keys):
+        theirs = _find_names(features.get(column))
+        folded = [name.casefold() for name in theirs]
+        if folded != ours and sorted(folded) == sorted(ours):
+            raise DataError(
+                f"{show('task.labels', task.labels)} has the labels in another order than {source.path}, whose column "
+                f"{column} has their indices. Set {show('task.labels', theirs)}."
+            )
+
+
+def _read_features(source: Source) -> dict[str, Any]:
+    """The features of `datasets` by column; none if the source has none."""
+    if source.hub is not None:
+        schema = source.hub.features.arrow_schema if source.hub.features else pa.schema([])
+    else:
+        table = next((file for file in source.files if file.suffix in (".parquet", ".arrow")), None)
+        schema = pa.schema([]) if table is None else _read_schema(table)
+    try:
+        features: dict[str, Any] = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return dict(features)
+    except (KeyError, TypeError, ValueError):  # another program's table
+        return {}
+
+
+def _read_schema(file: RowFile) -> pa.Schema:
+    with file.open() as stream:
+        if file.suffix == ".parquet":
+            return pq.ParquetFile(stream).schema_arrow
+        is_indexed = stream.read(len(ARROW_FILE)) == ARROW_FILE
+        stream.seek(0)
+        return (pa.ipc.open_file if is_indexed else pa.ipc.open_stream)(stream).schema
+
+
+def _find_names(feature: Any) -> list[str]:
+    """The names of a ClassLabel, or of a list of them; none of another feature."""
+    while isinstance(feature, dict) and "names" not in feature and "feature" in feature:
+        feature = feature["feature"]
+    names = feature.get("names") if isinstance(feature, dict) else None
+    return list(map(str, names)) if isinstance(names, list) else []
+
+
+def num_outputs(task: TaskConfig) -> int:
+    """Number of outputs of the head."""
+    return len(task.labels) if task.labels else 1
+
+
+def label_width(task: TaskConfig) -> int:
+    """Numbers per label."""
+    return 1 if task.problem_type is ProblemType.single_label_classification else num_outputs(task)
+
+
+def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int]:
+    """How often each of `labels` [num_labels, width], as `read_labels` gives them, occurs; empty for a regression."""
+    names = task.labels or []
+    match task.problem_type:
+        case ProblemType.single_label_classification:
+            counts = np.bincount(labels[:, 0].astype(np.int64), minlength=len(names))
+        case ProblemType.multi_label_classification:
+            counts = labels.sum(0).astype(np.int64)
+        case ProblemType.regression:
+            return {}
+        case other:
+            assert_never(other)
+    return dict(zip(names, counts.tolist(), strict=True))
+
+
+def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
+    """The names of labels, for people to read. `labels` is [num_labels, width], as `read_labels` gives them."""
+    names = task.labels or []
+    match task.problem_type:
+        case ProblemType.single_label_classification:
+            return " ".join(names[int(index)] for index in labels[:, 0])
+        case ProblemType.multi_label_classification:
+            return " ".join(names[index] for index in np.flatnonzero(labels[0])) or "none"
+        case ProblemType.regression:
+            return " ".join(f"{number:g}" for number in labels[0])
+        case other:
+            assert_never(other)

@@ -133,16 +133,21 @@ def as_messages(turns: Any, columns: Mapping[str, str]) -> Any:
     """The turns of a row with the keys and the roles of messages, if the data has others."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return turns
-    if not any(key in columns for key in TURN_KEYS):
-        has_other_names = any("from" in turn for turn in turns) and not any("role" in turn for turn in turns)
-        return _from_sharegpt(turns) if has_other_names else turns
-    messages = []
-    for number, turn in enumerate(_rename_keys(turns, columns), start=1):
-        name = turn.get("role")
-        if name == "function_call" and "tool_calls" not in turn:
-            turn = {**turn, "tool_calls": _read_calls(turn.get("content"), number), "content": None}
-        messages.append({**turn, "role": SHAREGPT_ROLES.get(name, name)} if isinstance(name, str) else turn)
-    return messages
+    if any(key in columns for key in TURN_KEYS):
+        renamed = _rename_keys(turns, columns)
+        return [_with_known_role(turn, number) for number, turn in enumerate(renamed, start=1)]
+    keys = {key for turn in turns for key in turn}
+    return _from_sharegpt(turns) if "from" in keys and "role" not in keys else turns
+
+
+def _with_known_role(turn: dict[str, Any], number: int) -> dict[str, Any]:
+    """A turn whose role is called as in messages, whatever it is in ShareGPT's; what it calls is read from its text."""
+    role = turn.get("role")
+    if not isinstance(role, str):
+        return turn
+    if role == "function_call" and "tool_calls" not in turn:
+        turn = {**turn, "tool_calls": _read_calls(turn.get("content"), number), "content": None}
+    return {**turn, "role": SHAREGPT_ROLES.get(role, role)}
 
 
 def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:

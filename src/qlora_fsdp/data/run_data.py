@@ -24,7 +24,7 @@ from qlora_fsdp.data.answers import check_judged, wrap_answers
 from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.cleaning.row_hashes import hash_rows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
-from qlora_fsdp.data.label_counts import count_labels
+from qlora_fsdp.data.labels import count_labels
 from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, raw_rows_of, repeat_rows
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.tokenize import TokenRow
 
 Indices = NDArray[np.int64]
@@ -270,3 +269,43 @@ def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> 
     else:
         starts = np.arange(len(row_ids) + 1, dtype=np.int64)
     return Sequences(rows, row_ids, starts, settings.max_length, settings.pad_token_id, settings.packing)
+
+
+def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Assigns each row to a pack. Rows are kept whole.
+
+    Args:
+        lengths: [num_rows], tokens of each row, from 1 to `capacity`.
+        capacity: tokens per pack, at most.
+        seed: decides which of several rows of the same length go together.
+
+    Returns:
+        row_ids: [num_rows], the rows ordered by pack.
+        starts: [num_packs + 1], where packs begin in `row_ids`, and num_rows at the end.
+    """
+    assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
+    shuffled = np.random.default_rng(seed).permutation(len(lengths))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+
+    open_packs: list[list[int]] = [[] for _ in range(capacity)]  # by the room that is left in them
+    rooms = 0
+    num_packs = 0
+    packs: list[int] = []  # the pack of each row in `order`
+    for length in lengths[order].tolist():
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = open_packs[room].pop()
+            if not open_packs[room]:
+                rooms ^= 1 << room
+        else:
+            room, chosen = capacity, num_packs
+            num_packs += 1
+        packs.append(chosen)
+        if left := room - length:
+            open_packs[left].append(chosen)
+            rooms |= 1 << left
+
+    by_pack = np.argsort(packs, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(packs, minlength=num_packs))]).astype(np.int64)
+    return order[by_pack], starts

@@ -158,13 +158,16 @@ def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes:
     They see what this process has in memory, so nothing is sent to them and nothing comes back but counts.
     """
     context = multiprocessing.get_context("fork")
-    others, counted, shown = set(multiprocessing.active_children()), context.Value("q", 0), 0
+    others = set(multiprocessing.active_children())
+    counted = context.Value("q", 0)
+    shown = 0
     with ProcessPoolExecutor(num_processes, context, _begin, (job, counted, os.getpid())) as pool:
         pending = {pool.submit(_run, number) for number in numbers}
         try:
             while pending:
                 finished, pending = wait(pending, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
-                shown, before = counted.value, shown
+                before = shown
+                shown = counted.value
                 on_progress(shown - before)
                 for future in finished:
                     future.result()

@@ -7,14 +7,18 @@ that happens in a work folder beside the entry. Whoever starts again finds there
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
 from filelock import FileLock
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
@@ -29,12 +33,9 @@ from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
-from qlora_fsdp.data.label_counts import label_width
-from qlora_fsdp.data.label_order import check_label_order
-from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
+from qlora_fsdp.data.labels import LabelledRowTokenizer, check_label_order, check_lists, label_width
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
-from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
 from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
@@ -42,7 +43,7 @@ from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenized_rows import check_token_ids, explain_unlearnable
 from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
-from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
+from qlora_fsdp.data.work_folder import RAW, TokenizingPlan, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import Tokenize, num_cores
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _tokenize_into(folder: Path, source: Source, spec: DataSpec, tokenizer: PreT
     """Makes the entry `folder`, from where another process has left off."""
     data, name = spec.settings, Path(source.path).name
     work = open_work(folder)
-    plan = Plan.load(work)
+    plan = TokenizingPlan.load(work)
     shards = None if plan is None else Shards(work, plan.bounds)
     missing = [] if shards is None else shards.find_missing()
     if plan is None or shards is None or (missing and not (work / RAW).exists()):
@@ -186,7 +187,7 @@ def _tokenize_into(folder: Path, source: Source, spec: DataSpec, tokenizer: PreT
     finished.rename(folder)
 
 
-def _plan(raw: datasets.Dataset, source: Source, spec: DataSpec, dropped: Sequence[str]) -> Plan:
+def _plan(raw: datasets.Dataset, source: Source, spec: DataSpec, dropped: Sequence[str]) -> TokenizingPlan:
     """Which rows are used, and how they are divided into shards.
 
     Args:
@@ -216,7 +217,7 @@ def _plan(raw: datasets.Dataset, source: Source, spec: DataSpec, dropped: Sequen
     may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS
     unused = find_unused(raw[:FIRST_ROWS]["row"], source, dropped, data.columns)
     read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(spec), unused=unused)
-    return Plan(rows, find_bounds(num_bytes.astype(np.int64), may_divide), read)
+    return TokenizingPlan(rows, find_bounds(num_bytes.astype(np.int64), may_divide), read)
 
 
 def _width(spec: DataSpec) -> int:
@@ -228,21 +229,25 @@ def _width(spec: DataSpec) -> int:
 
 def _check(report: ReadReport, path: Paths, spec: DataSpec) -> None:
     """Refuses a source that has bad rows where data.bad_rows=error, or that has no usable row."""
-    if report.problems and spec.settings.bad_rows is BadRows.error:
-        raise DataError(
-            f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip"
-            + (" or truncate." if any(p.kind == TOO_LONG for p in report.problems) else ".")
-        )
-    if report.num_used_rows == 0:
-        what = f"{report}" if report.num_rows else f"{report.path} has no rows"
-        where = name_setting(path, spec.settings)
-        more = " or task.labels" if spec.task.has_labels else " or training.max_length"
-        if spec.task.name is TaskName.causal_lm:
-            more = ", data.format, data.loss_on or training.max_length"
-        if any(problem.kind == REFUSED for problem in report.problems):
-            more = " or data.chat_template"
-            more += "; or leave data.system_prompt out" if spec.settings.system_prompt is not None else ""
-        raise DataError(f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns{more}.")
+    kinds = {problem.kind for problem in report.problems}
+    if kinds and spec.settings.bad_rows is BadRows.error:
+        ways = "skip or truncate" if TOO_LONG in kinds else "skip"
+        raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows={ways}.")
+    if report.num_used_rows > 0:
+        return
+    what = f"{report}" if report.num_rows else f"{report.path} has no rows"
+    where = name_setting(path, spec.settings)
+    if REFUSED in kinds:
+        more = " or data.chat_template"
+        if spec.settings.system_prompt is not None:
+            more += "; or leave data.system_prompt out"
+    elif spec.task.name is TaskName.causal_lm:
+        more = ", data.format, data.loss_on or training.max_length"
+    elif spec.task.has_labels:
+        more = " or task.labels"
+    else:
+        more = " or training.max_length"
+    raise DataError(f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns{more}.")
 
 
 def _load_whole(folder: Path, spec: DataSpec) -> Entry | None:
@@ -279,3 +284,48 @@ def _entry_folder(source: Source, spec: DataSpec, tokenizer: PreTrainedTokenizer
         *(["system", data.system_prompt] if data.system_prompt else []),
     )
     return find_cache(data.cache_folder, DEFAULT_CACHE_FOLDER) / key
+
+
+def row_bar(title: str, total: int | None, done: int = 0) -> Any:
+    """A bar of rows, whose total may not be known (None)."""
+    return tqdm(total=total, initial=done, desc=title, unit=" rows", unit_scale=True, delay=1, leave=False)
+
+
+class ReadingBar:
+    """A bar of how much of a source has been read: of the bytes of its files as they are stored, or else of its rows.
+
+    Attributes:
+        source: to be read in place of the other: the bar sees how far its files are read.
+    """
+
+    def __init__(self, source: Source, title: str) -> None:
+        sizes = [file.num_bytes for file in source.files]
+        self._ends = list(accumulate(size or 0 for size in sizes))
+        self._file = 0
+        self._stream: IO[bytes] | None = None
+        files = tuple(replace(file, watch=partial(self._open, number)) for number, file in enumerate(source.files))
+        self.source = replace(source, files=files)
+        if files:
+            total = None if None in sizes else self._ends[-1]
+            self._bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, leave=False)
+        else:
+            self._bar = row_bar(title, len(source.hub) if isinstance(source.hub, Sized) else None)
+
+    def __enter__(self) -> ReadingBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.close()
+
+    def advance(self, num_rows: int) -> None:
+        """Moves the bar by `num_rows` more rows."""
+        self._bar.update(num_rows if not self._ends else max(0, self._position() - self._bar.n))
+
+    def _open(self, file: int, stream: IO[bytes]) -> None:
+        self._file, self._stream = file, stream
+
+    def _position(self) -> int:
+        before = self._ends[self._file - 1] if self._file else 0
+        if self._stream is None or self._stream.closed:
+            return self._ends[self._file]
+        return min(before + self._stream.tell(), self._ends[self._file])

@@ -28,7 +28,7 @@ LEFTOVER = re.compile(r"\.[0-9a-f]{32}\..*(parts|tmp)")  # also of versions that
 
 
 @dataclass(frozen=True)
-class Plan:
+class TokenizingPlan:
     """The rows that are tokenized, and how.
 
     Attributes:
@@ -48,7 +48,7 @@ class Plan:
         write_json(work / PLAN, self.read.to_json())
 
     @classmethod
-    def load(cls, work: Path) -> Plan | None:
+    def load(cls, work: Path) -> TokenizingPlan | None:
         """Load what `save` has written; None if nothing whole is there."""
         try:
             read = ReadReport.from_json(read_json_object(work / PLAN, MAX_PLAN_BYTES))

@@ -17,7 +17,7 @@ from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.label_counts import label_width
+from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, add_tokens, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.config.schema import TaskConfig, TaskName
-from qlora_fsdp.data.label_counts import num_outputs
+from qlora_fsdp.data.labels import num_outputs
 from qlora_fsdp.weights.composed import Stored
 
 POOLER = ".pooler"

@@ -10,7 +10,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.config.schema import TaskName
 from qlora_fsdp.config.specs import BatchSpec
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.label_counts import label_width
+from qlora_fsdp.data.labels import label_width
 
 
 def batch_on_meta(spec: BatchSpec, num_positions: int | None = None) -> Batch:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import is_unicode, join_words, plural, printable
 from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
-from qlora_fsdp.data.files.remote import find_remote, is_remote
 from qlora_fsdp.data.files.row_file import RowFile
 from qlora_fsdp.data.files.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
 
@@ -19,6 +22,15 @@ SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|val|dev)(?=[/_.-])
 MAX_NAMES = 20  # of files that are left out for one reason
 # datasets' `save_to_disk` writes these beside a data set's Arrow files.
 SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"
+# What file systems tell of a file that changes with its contents. Not all of them tell all of it.
+FACTS = (
+    *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "generation"),
+    *("LastModified", "last_modified", "Last-Modified", "mtime", "updated", "created"),
+)
+# A link on the web has no folders and no patterns: `?` begins its query.
+SINGLE_FILES = ("http", "https")
+# The extra of this package that has what fsspec needs for a protocol; no other protocol has one.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "http": "http", "https": "http"}
 
 
 def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list[str]] | None:
@@ -41,7 +53,10 @@ def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list
         named = [(name, RowFile(str(file))) for name, file in listed]
     files, skipped = _sort_out(named)
     if files:
-        splits = {} if is_pattern(path) else {found[1]: None for name, _ in named if (found := SPLIT.search(name))}
+        splits: dict[str, None] = {}
+        if not is_pattern(path):
+            matches = [SPLIT.search(name) for name, _ in named]
+            splits = dict.fromkeys(match[1] for match in matches if match is not None)
         if "train" in splits and len(splits) > 1:
             one = f"'{path.rstrip('/')}/**/train*' names those of one"
             skipped.append(f"files of the splits {join_words(list(splits))} are all read, as one data set; {one}")
@@ -69,8 +84,11 @@ def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[st
             raise DataError(f"{setting}={path} has no split {split}: it has {splits}. Set {key}.")
     if (folder / SAVED_STATE).is_file() and (folder / SAVED_INFO).is_file():
         return [(file.name, file) for file in _saved_files(folder)]
-    listed = sorted(folder.rglob("*"))
-    return [(str(file.relative_to(folder)), file) for file in listed if not file.is_dir() or file.is_symlink()]
+    named = []
+    for file in sorted(folder.rglob("*")):
+        if file.is_symlink() or not file.is_dir():
+            named.append((str(file.relative_to(folder)), file))
+    return named
 
 
 def _saved_files(folder: Path) -> list[Path]:
@@ -124,3 +142,59 @@ def _sort_out(named: Iterable[tuple[str, RowFile]]) -> tuple[list[RowFile], list
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
         lines.append(f"{plural(len(names), 'file')} left out ({reason}): {', '.join(names[:MAX_NAMES])}{more}")
     return list(found or texts), lines
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path to data is a URL."""
+    return "://" in path
+
+
+def find_remote(url: str, setting: str) -> list[tuple[str, RowFile]]:
+    """The files that a URL names, sorted, with the names by which they are told.
+
+    Args:
+        url: the URL of a file, a folder, or a pattern such as s3://bucket/rows/*.jsonl.
+        setting: the setting that names it, for messages.
+
+    Raises:
+        DataError: the URL can't be read, or nothing is there.
+    """
+    try:
+        system, root = url_to_fs(url)
+        system.invalidate_cache()  # of listings that an earlier look has left
+        found = _list_remote(system, root, is_single=get_protocol(url) in SINGLE_FILES)
+    except ImportError as error:
+        extra = EXTRAS.get(get_protocol(url))
+        install = "Install it" if extra is None else f"Run pip install 'qlora-fsdp[{extra}]'"
+        raise DataError(
+            f"{setting}={url} needs a package that is not installed: {error}. {install}, or download the data and set"
+            f" {setting} to the folder."
+        ) from error
+    except Exception as error:  # each file system raises types of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"{setting}={url} can't be read: {reason}. Check the URL and your credentials for it, or download the data"
+            f" and set {setting} to the folder."
+        ) from error
+    if not found:
+        raise DataError(f"{setting}={url} does not exist. Check the URL and your credentials for it.")
+    return [
+        (name.removeprefix(root).lstrip("/") or name, RowFile(str(system.unstrip_protocol(name)), system, _facts(info)))
+        for name, info in sorted(found.items())
+    ]
+
+
+def _list_remote(system: Any, root: str, is_single: bool) -> dict[str, dict[str, Any]]:
+    """The file system's details of each file, by path."""
+    if is_single:
+        return {root: system.info(root)}
+    if "*" in root or "?" in root or "[" in root:
+        found: dict[str, dict[str, Any]] = system.glob(root, detail=True)
+        return {name: info for name, info in found.items() if info.get("type") != "directory"}
+    if system.isdir(root):
+        return dict(system.find(root, detail=True))
+    return {root: system.info(root)} if system.exists(root) else {}
+
+
+def _facts(info: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((fact, str(info[fact])) for fact in FACTS if info.get(fact) is not None)

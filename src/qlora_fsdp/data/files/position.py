@@ -29,7 +29,9 @@ class Position:
 
     def move(self, start: int, number: int) -> None:
         """Says that reading can begin again at `start`, where `number` lines or rows are before it."""
-        self.start, self.number, self.num_taken = start, number, 0
+        self.start = start
+        self.number = number
+        self.num_taken = 0
 
     @classmethod
     def from_json(cls, value: Any) -> Position:

@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.label_counts import count_labels
+from qlora_fsdp.data.labels import count_labels
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.model.tasks.classifier_metrics import (
     classification_metrics,
