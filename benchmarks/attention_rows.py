@@ -40,7 +40,7 @@ def main() -> None:
     for mean in MEAN_ROWS:
         lengths = row_lengths(mean)
         starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-        kernels = {"torch": partial(varlen.attend, q, k, v, varlen.Rows(starts, max(lengths)), None)}
+        kernels = {"torch": partial(varlen.attend, q, k, v, varlen.PackedRows(starts, max(lengths)), None)}
         if why_not is None:
             kernels["flash_4"] = partial(flash_4.packed_attention, q, k, v, starts, max(lengths), None)
         row: dict[str, float] = {"mean": mean, "rows": len(lengths)}

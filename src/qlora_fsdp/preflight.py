@@ -38,7 +38,7 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.expected_tokens import expect_tokens
 from qlora_fsdp.memory.capture import check_graph
-from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice, use_spare
+from qlora_fsdp.memory.choose_plan import MARGIN, Choice, choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.longest import describe_longest
 from qlora_fsdp.memory.plan import GIB

@@ -25,7 +25,7 @@ from qlora_fsdp.config.commands import (
 from qlora_fsdp.config.foreign_settings import read_base_model
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.start_adapter import may_be_same
-from qlora_fsdp.records.push import push_adapter
+from qlora_fsdp.records.upload import push_adapter
 from qlora_fsdp.runtime.run_command import log, log_to_stderr
 
 USAGE = """

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.specs import ShardSpec, TaskSpec
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
+from qlora_fsdp.data.tokenizer import byte_tokenizer, extend_tokenizer
 from qlora_fsdp.memory.moments import WORKSPACE
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
@@ -93,7 +93,7 @@ def build(config: Config, dtype: torch.dtype) -> TaskModel:
     files = ModelFiles(None, AutoConfig.for_model(values.pop("model_type"), **values))
     keep, pad = list(config.lora.modules_to_save or []), byte_tokenizer().pad_token_id
     built = build_model(files, BuildSettings(config.quant, dtype, "sdpa", config.task, keep=keep, pad_token_id=pad))
-    return adapt_model(built, config.lora, TaskSpec.of(config), add_tokens(byte_tokenizer(), config.tokenizer))
+    return adapt_model(built, config.lora, TaskSpec.of(config), extend_tokenizer(byte_tokenizer(), config.tokenizer))
 
 
 def place(model: TaskModel) -> None:
@@ -237,7 +237,7 @@ def policy_of(config: Config) -> Policy:
 def plan_of(config: Config, policy: Policy, compute_bytes: int = 2) -> MemoryPlan:
     dtype = torch.bfloat16 if compute_bytes == 2 else torch.float32
     files = ModelFiles(None, make_config(config.model.config, "tiny"))
-    tokens = add_tokens(byte_tokenizer(), config.tokenizer)
+    tokens = extend_tokenizer(byte_tokenizer(), config.tokenizer)
     model = ModelTracer(files, Computing(dtype, "sdpa", (), "torch", is_cuda=False), tokens)
     work = Workload(model, config, NUM_RANKS, NUM_RANKS, 1)
     return make_plan(work, [policy] * work.num_layers)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qlora_fsdp import generate, merge
-from qlora_fsdp.doctor.gpus import check_gpus
+from qlora_fsdp.doctor.gpu_checks import check_gpus
 from qlora_fsdp.inference import trained
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all

@@ -25,7 +25,7 @@ KERNELS = [
 ]
 
 
-def shared_bytes(function: Any, tiles: triton_gate.Tiles, capability: int, rank: int, num_stages: int) -> int:
+def shared_bytes(function: Any, tiles: triton_gate.GateTiles, capability: int, rank: int, num_stages: int) -> int:
     """Compile one kernel for bfloat16."""
     options = triton_gate.tile_options(tiles, "silu")
     constants = {**options, "RANK": max(16, rank), "RANK_DOWN": max(16, rank), "IS_WHOLE": True}

@@ -37,7 +37,7 @@ from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantC
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import epoch_order
-from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
+from qlora_fsdp.data.tokenizer import byte_tokenizer, extend_tokenizer
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
@@ -280,7 +280,7 @@ def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = N
     Without a tokenizer of the model's own, tokens are bytes.
     """
     tokenizer = tokenizer or byte_tokenizer()
-    vocab_size = max(VOCAB, len(tokenizer), add_tokens(tokenizer, config.tokenizer).vocab_size)
+    vocab_size = max(VOCAB, len(tokenizer), extend_tokenizer(tokenizer, config.tokenizer).vocab_size)
     data = prepare_data(DataSpec.of(config), tokenizer, one_process(), vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))

@@ -108,7 +108,7 @@ def test_it_keeps_its_inputs_its_output_and_a_number_for_each_query_and_head():
     q, k, v = (torch.empty(tokens, heads, 64, **options, requires_grad=True) for heads in (64, 8, 8))
     sinks, starts = torch.empty(64, **options), torch.empty(3, dtype=torch.int32, device="meta")
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = varlen.attend(q, k, v, varlen.Rows(starts, 600), None, sinks)
+        out = varlen.attend(q, k, v, varlen.PackedRows(starts, 600), None, sinks)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert sum(kept.values()) == tokens * (2 * (64 + 8 + 8 + 64) * 64 + 4 * 64)
     assert [grad.shape for grad in torch.autograd.grad(out.sum(), (q, k, v))] == [t.shape for t in (q, k, v)]

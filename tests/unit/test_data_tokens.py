@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data import tokenize as tokenize_module
-from qlora_fsdp.data.tokenize import RowTokenizer, first_text, mark_targets
+from qlora_fsdp.data.tokenize import RowTokenizer, find_target_tokens, first_text
 from qlora_fsdp.data.tokenizer import load_tokenizer
 
 BOS, EOS = 256, 257
@@ -335,7 +335,7 @@ def test_spaces_at_the_end_of_a_completion_are_trained_on_whatever_the_tokenizer
     for trims in (False, True):
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
         encoding = tokenizer.backend_tokenizer.encode(f"a \n{text}  b", add_special_tokens=False)
-        found.append(mark_targets(encoding, [(3, 3 + len(text))]).tolist())
+        found.append(find_target_tokens(encoding, [(3, 3 + len(text))]).tolist())
     assert found[1] == found[0]
 
 
@@ -361,7 +361,7 @@ def test_targets_are_the_tokens_that_overlap_a_span(kind: str):
         spans = [tuple(sorted(rng.choices(range(len(text) + 1), k=2))) for _ in range(rng.randint(0, 4))]
         encoding = backend.encode(text, add_special_tokens=False)
         expected = [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
-        assert mark_targets(encoding, spans).tolist() == expected, (text, spans)
+        assert find_target_tokens(encoding, spans).tolist() == expected, (text, spans)
 
 
 def test_columns_that_are_null_do_not_say_which_form_a_row_has():

@@ -29,8 +29,8 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from qlora_fsdp.decoding.completer import Completer, Request
-from qlora_fsdp.decoding.sampling import Sampling, why_not
-from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
+from qlora_fsdp.decoding.slot_cache import SlotCache
 from qlora_fsdp.decoding.steps import Prompts, Steps
 from qlora_fsdp.decoding.trial import why_not_in_slots
 
@@ -285,4 +285,4 @@ def test_tokens_are_those_among_which_generate_draws(settings: dict[str, Any]):
     ],
 )
 def test_settings_that_are_not_known_are_left_to_transformers(settings: dict[str, Any], is_known: bool):
-    assert (why_not(GenerationConfig(**settings)) is None) is is_known
+    assert (why_not_sampled(GenerationConfig(**settings)) is None) is is_known

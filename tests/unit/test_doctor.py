@@ -22,7 +22,7 @@ from tests.helpers.ranks import StartedRanks
 
 from qlora_fsdp.data import workers
 from qlora_fsdp.doctor import __main__ as doctor
-from qlora_fsdp.doctor import gpus, host
+from qlora_fsdp.doctor import gpu_checks, host
 from qlora_fsdp.doctor.host import Finding
 from qlora_fsdp.runtime import host_memory
 
@@ -138,7 +138,7 @@ def test_the_library_of_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch, m
     if missing:
         library = cextension.ErrorHandlerMockBNBNativeLibrary("no libcudart.so")
         monkeypatch.setattr(cextension, "lib", library)
-    finding = gpus._check_driver()
+    finding = gpu_checks._check_driver()
     assert finding.level == ("red" if missing else "green")
     assert ("no library" if missing else "libbitsandbytes_") in finding.found
 
@@ -178,7 +178,7 @@ def test_pinned_memory_that_cannot_be_had_is_a_finding(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", refuse)
-    (finding,) = gpus.check_pinned()
+    (finding,) = gpu_checks.check_pinned()
     assert (
         finding.level == "red" and finding.found.endswith("not supported on this OS") and "ulimit -l" in finding.advice
     )
@@ -193,7 +193,7 @@ def test_without_a_library_of_bitsandbytes_the_rest_of_a_gpu_is_checked(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    check_bytes = gpus._check_bytes
-    monkeypatch.setattr(gpus, "_check_bytes", lambda what, device: check_bytes(what, "cpu"))
-    levels = {finding.what: finding.level for finding in gpus.check_gpus()}
+    check_bytes = gpu_checks._check_bytes
+    monkeypatch.setattr(gpu_checks, "_check_bytes", lambda what, device: check_bytes(what, "cpu"))
+    levels = {finding.what: finding.level for finding in gpu_checks.check_gpus()}
     assert levels == {"CUDA": "red", "GPU 0": "green", "GPU 0 bytes": "green"}

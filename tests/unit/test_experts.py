@@ -39,7 +39,7 @@ from qlora_fsdp.layers.experts.adapter import ExpertAdapter, ExpertMatrix
 from qlora_fsdp.layers.experts.forward import count_loads, expert_weight_names, experts_forward
 from qlora_fsdp.layers.experts.gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
-from qlora_fsdp.layers.experts.rows import ActivationBackward, activate, sort_rows
+from qlora_fsdp.layers.experts.row_order import ActivationBackward, activate, sort_rows
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import apply_adapters, describe_idle_patterns
 from qlora_fsdp.model.experts import expert_weights, find_routers

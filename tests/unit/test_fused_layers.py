@@ -177,7 +177,7 @@ class TestTritonKernels:
     @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
     def test_gate(self, triton_modules, monkeypatch: pytest.MonkeyPatch, activation: str):
         triton_gate, _ = triton_modules
-        tiles = triton_gate.Tiles(rows=32, columns=32, num_warps=4, num_stages=1)
+        tiles = triton_gate.GateTiles(rows=32, columns=32, num_warps=4, num_stages=1)
         backward = import_module("qlora_fsdp.layers.kernels.triton_gate_backward")
         for module, name in ((triton_gate, "FORWARD"), (backward, "ALONG"), (backward, "DOWN")):
             monkeypatch.setattr(module, name, tiles)

@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import Activations, ShardingStrategy
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers.experts import grouped_products
 from qlora_fsdp.memory import ladders
-from qlora_fsdp.memory.choose import (
+from qlora_fsdp.memory.choose_plan import (
     CLOSE,
     MARGIN,
     SPARE,

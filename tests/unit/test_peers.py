@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qlora_fsdp.runtime.peers import PeerTable, Place, can_read_peers, start_copies
+from qlora_fsdp.runtime.peers import PeerPlace, PeerTable, can_read_peers, start_copies
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, links: set[tuple[int, int]], seen: int = 3, others: bool = True) -> bool:
@@ -57,7 +57,7 @@ def test_copies_put_the_rows_of_all_ranks_together(rank: int, is_whole: bool):
     whole = torch.zeros(12, dtype=torch.uint8)
     if is_whole:  # its own rows are there
         parts[rank] = whole[4 * rank : 4 * rank + 4].copy_(parts[rank])
-    copies = Place(parts, rank, whole if is_whole else None).copies_to(whole)
+    copies = PeerPlace(parts, rank, whole if is_whole else None).copies_to(whole)
     assert len(copies) == (2 if is_whole else 3)
     start_copies(copies, torch.device("cpu"))
     assert torch.equal(whole, expected)

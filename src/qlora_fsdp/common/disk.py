@@ -20,7 +20,7 @@ def is_write_error(error: BaseException) -> bool:
     return isinstance(error, (OSError, SafetensorError)) or _system_error(error) is not None
 
 
-def reason_of(error: BaseException) -> str:
+def disk_reason(error: BaseException) -> str:
     """Why a file can't be written, in the system's words, such as `No space left on device`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

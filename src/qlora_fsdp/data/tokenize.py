@@ -102,7 +102,7 @@ class RowTokenizer:
         ends = () if all(row.is_chat for row in rows) else ends_of(self.tokenizer)
         for row, text, ids, encoding in zip(rows, texts, encoded["input_ids"], encoded.encodings, strict=True):
             tokens = np.array(ids, dtype=np.int32)
-            is_target = mark_targets(encoding, row.spans)
+            is_target = find_target_tokens(encoding, row.spans)
             if not row.is_chat and ids[: len(begin)] != begin:
                 tokens = np.concatenate([np.array(begin, dtype=np.int32), tokens])
                 is_target = np.concatenate([np.zeros(len(begin), dtype=bool), is_target])
@@ -196,7 +196,7 @@ def show_length(text: str, tokenized: str, num_tokens: int) -> str:
     return f"{num_tokens} tokens" if len(tokenized) == len(text) else f"{len(text)} characters"
 
 
-def mark_targets(encoding: Encoding, spans: Sequence[Span]) -> Mask:
+def find_target_tokens(encoding: Encoding, spans: Sequence[Span]) -> Mask:
     """Which tokens hold a character of a span: bool [num_tokens].
 
     Tokens follow one another in the text, so those of a span are found by halves. The places of all tokens as a list

@@ -150,7 +150,7 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(whole[: next(starts, 0)])
 
 
-def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
+def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
     """Adds the tokens of the settings to the tokenizer, in place. Their ids follow the tokenizer's last one."""
     wanted = [*config.add_tokens, *config.add_special_tokens]
     if not wanted:

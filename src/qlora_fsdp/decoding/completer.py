@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.sampling import Sampling
-from qlora_fsdp.decoding.slots import SlotCache, attending
+from qlora_fsdp.decoding.slot_cache import SlotCache, attending
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers

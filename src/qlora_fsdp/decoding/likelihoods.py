@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.decoding.slots import attending
+from qlora_fsdp.decoding.slot_cache import attending
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.model.tasks.causal_lm import CausalLM

@@ -58,7 +58,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> Sampling:
-        """The sampling that a generation config describes, if `why_not` accepts it."""
+        """The sampling that a generation config describes, if `why_not_sampled` accepts it."""
         penalty = config.repetition_penalty or 1.0
         temperature = 1.0 if config.temperature is None else config.temperature
         if not config.do_sample or temperature == 0:
@@ -92,7 +92,7 @@ class Sampling:
         return (probabilities / torch.empty_like(probabilities).exponential_(1)).argmax(-1)
 
 
-def why_not(config: GenerationConfig) -> str | None:
+def why_not_sampled(config: GenerationConfig) -> str | None:
     """Which setting of a generation config is not known here; None if all are."""
     for name, value in config.to_diff_dict().items():
         is_default = value in (None, False) or (name in _ONE and value == 1)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.sampling import Sampling
-from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.slot_cache import SlotCache
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.runtime.cuda_graphs import NotRecorded, record_graph
 from qlora_fsdp.sharding.by_rows import ByRows

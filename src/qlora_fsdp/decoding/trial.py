@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.decoding.sampling import Sampling
-from qlora_fsdp.decoding.slots import SlotCache, attending
+from qlora_fsdp.decoding.slot_cache import SlotCache, attending
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.liger import stock_models

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PretrainedConfig
 
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
-from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
+from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.layers.liger import stock_models
@@ -77,7 +77,7 @@ def blaming_file(trained: AssembledModel, config: GenerationConfig) -> Iterator[
     try:
         yield
     except (TypeError, ValueError) as error:
-        reason = why_not(config)
+        reason = why_not_sampled(config)
         if reason is None:
             raise
         file = f"{trained.files.folder}/{GENERATION_FILE}"
@@ -114,7 +114,7 @@ def make_completer(
         max_slots: texts that run at the same time, at most; None for as many as are fast.
     """
     is_sharded = isinstance(trained.model, FSDPModule)
-    reason = why_not_by_rows(trained.model, processes.device) or why_not(generation)
+    reason = why_not_by_rows(trained.model, processes.device) or why_not_sampled(generation)
     reason = reason or why_not_in_slots(trained.model.base.config, trained.spec.trust_remote_code)
     if reason is not None:
         log.info(f"Generation: by transformers, a token at a time ({reason})")

@@ -30,7 +30,7 @@ from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
-from qlora_fsdp.decoding.sampling import Sampling, why_not
+from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import blaming_file, generation_config, make_completer, stock_batch_size
 from qlora_fsdp.memory.generation import MAX_SLOTS
@@ -190,7 +190,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         generation.update(**({} if samples else {"temperature": None, "top_p": None, "top_k": None}))
         mask = options.pop("attention_mask", torch.ones_like(context))
         unknown = generation.update(**{key: value for key, value in options.items() if samples or value})
-        if self.scorer is None or unknown or why_not(generation) is not None:
+        if self.scorer is None or unknown or why_not_sampled(generation) is not None:
             found: Tensor = super()._model_generate(context, max_length, stop, attention_mask=mask, **options)
             return found
         if self.completer is None or self.completer.sampling != Sampling.of(generation):

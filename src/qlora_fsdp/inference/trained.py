@@ -18,7 +18,7 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import label_width
-from qlora_fsdp.data.tokenizer import NO_TOKENS, add_tokens, find_tokenizer, template_name
+from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble
@@ -206,7 +206,7 @@ class Reference:
             log.info(f"Reference: the adapter in {self.start.folder}, from which training started")
         elif self.is_wanted and (config.tokenizer.add_tokens or config.tokenizer.add_special_tokens):
             # Rows of new tokens began at the mean. The adapter's tokenizer knows these tokens, and the base's does not.
-            self.tokens = add_tokens(find_tokenizer(config.model, config.data, trained.files.folder, None, False), config.tokenizer)
+            self.tokens = extend_tokenizer(find_tokenizer(config.model, config.data, trained.files.folder, None, False), config.tokenizer)
 
     def freeze(self, model: peft.PeftModel) -> None:
         """Fill the adapter's layers, on a base that is loaded, and keep what they then have as the reference."""

@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from qlora_fsdp.common.disk import reason_of
+from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.common.files import create
 from qlora_fsdp.common.startup import PARENT_PID
@@ -61,7 +61,7 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
                 try:
                     running.append(_start(job, number, len(jobs), slots[0]))
                 except OSError as error:  # the disk may be full, and other jobs still run
-                    say(f"[{number}/{len(jobs)}] {job.label}: can't be started: {reason_of(error)}")
+                    say(f"[{number}/{len(jobs)}] {job.label}: can't be started: {disk_reason(error)}")
                 else:
                     del slots[0]
             time.sleep(POLL_SECONDS)

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from qlora_fsdp.common.disk import reason_of
+from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.startup import is_rank
 from qlora_fsdp.common.terminal import say
@@ -89,7 +89,7 @@ def _show(folder: Path) -> list[dict[str, Any]]:
         try:
             write_results(folder, jobs)
         except OSError as error:
-            say(f"These results can't be written to {folder}: {reason_of(error)}.")
+            say(f"These results can't be written to {folder}: {disk_reason(error)}.")
             return jobs
         files = "sweep.json, sweep.csv"
         with suppress(RunFolderError):  # no job may have a run folder yet

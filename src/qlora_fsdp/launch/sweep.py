@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, open_dict
 
-from qlora_fsdp.common.disk import reason_of
+from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.check_settings import check_split
@@ -250,7 +250,9 @@ class Sweep:
                 write_results(self.folder, self._describe())
             except OSError as error:
                 fix = "Free space there, or set run.folder to a folder that you may write to."
-                raise RunFolderError(f"run.folder={self.folder} can't be written: {reason_of(error)}. {fix}") from error
+                raise RunFolderError(
+                    f"run.folder={self.folder} can't be written: {disk_reason(error)}. {fix}"
+                ) from error
         try:
             start(unfinished, self)
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_fsdp.common.text import format_table
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import describe_choice, ways_to_share, with_tiles
+from qlora_fsdp.memory.choose_plan import describe_choice, ways_to_share, with_tiles
 from qlora_fsdp.memory.gpus import GPUS_A_HOST, Gpu, Hardware
 from qlora_fsdp.memory.ladders import fixed_policies
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qlora_fsdp.config.schema import Dtype, Weights
-from qlora_fsdp.memory.choose import Choice
+from qlora_fsdp.memory.choose_plan import Choice
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan

@@ -11,7 +11,7 @@ from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import Choice, choose, use_spare
+from qlora_fsdp.memory.choose_plan import Choice, choose, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import fixed_policies
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan

@@ -8,7 +8,7 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.safetensors_files import fingerprint
+from qlora_fsdp.weights.safetensors_files import fingerprint_files
 
 
 def describe_layers(assembled: AssembledModel, processes: Processes) -> str | None:
@@ -28,7 +28,7 @@ def describe_base(assignments: Sequence[Assignment], processes: Processes) -> st
     result = None
     if processes.is_main:
         stored = {tensor.key: tensor for a in assignments for tensor in a.stored_tensors}  # one may fill several
-        result = fingerprint(stored.values()) if stored else None
+        result = fingerprint_files(stored.values()) if stored else None
     shared: str | None = processes.share(result)
     return shared
 

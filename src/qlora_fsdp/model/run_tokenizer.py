@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.start_adapter import SETTING
-from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, find_tokenizer, load_tokenizer
+from qlora_fsdp.data.tokenizer import AddedTokens, extend_tokenizer, find_tokenizer, load_tokenizer
 from qlora_fsdp.records.start_folder import find_start
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         start = SavedAdapter(find_start(config), SETTING)
         folder = tokenizer_folder(start, config.model, start.read_tokens())
         tokenizer = find_tokenizer(config.model, config.data, None, folder, trains=False)
-    add_tokens(tokenizer, config.tokenizer)
+    extend_tokenizer(tokenizer, config.tokenizer)
     return tokenizer
 
 

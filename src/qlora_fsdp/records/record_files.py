@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from qlora_fsdp.common.disk import is_write_error, reason_of
+from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.files import open_to_append
 from qlora_fsdp.records.run_state import LOCK
 
@@ -85,7 +85,7 @@ class RecordFiles:
 
     def _fail(self, name: str, error: Exception) -> None:
         if self.reason is None:
-            self.reason = reason_of(error)  # first: the warning is a line of train.log, which fails as well
+            self.reason = disk_reason(error)  # first: the warning is a line of train.log, which fails as well
             log.warning(
                 f"{self.folder / name} can't be written: {self.reason}. Training goes on. What is missing there is "
                 "kept in memory, and written once that is possible."

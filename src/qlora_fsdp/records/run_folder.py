@@ -43,7 +43,7 @@ from typing import Any, TextIO
 
 import torch
 
-from qlora_fsdp.common.disk import is_write_error, reason_of
+from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.errors import RunFolderError, refuse
 from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
@@ -194,7 +194,7 @@ def writing(folder: Path) -> Iterator[None]:
         if not is_write_error(error):
             raise
         raise RunFolderError(
-            f"run.folder={folder} can't be written: {reason_of(error)}. Free space there, or set run.folder to a "
+            f"run.folder={folder} can't be written: {disk_reason(error)}. Free space there, or set run.folder to a "
             "folder that you may write to."
         ) from error
 

@@ -16,7 +16,7 @@ from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, find_runs, read_jobs
 from qlora_fsdp.report.charts import NUM_COLOURS
 from qlora_fsdp.report.run_files import Run, read_run_files
-from qlora_fsdp.report.sections import charts, details, facts, figures, generations, memory, swept
+from qlora_fsdp.report.sections import charts, details, figures, generations, memory, overview, swept
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --soft: #6b6b6b; --rule: #dddddd; --paper: #ffffff; --bad: #b3261e;
@@ -77,7 +77,7 @@ def make_page(title: str, runs: Sequence[Run]) -> str:
     body = [f"<h1>{escape(title)}</h1>"]
     if len(runs) == 1:
         run = runs[0]
-        body += [facts(run), charts(runs), generations(run), memory(run), details(run)]
+        body += [overview(run), charts(runs), generations(run), memory(run), details(run)]
     else:
         body += [figures(runs), swept(runs), charts(runs)]
     content = "\n".join(part for part in body if part)

@@ -1,4 +1,4 @@
-"""The sections of a report as HTML: facts, figures, charts, memory, generations, details."""
+"""The sections of a report as HTML: overview, figures, charts, memory, generations, details."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qlora_fsdp.report.run_files import (
 NOT_COMPARED = ("run", "launch", "slurm", "tracking", "hub")  # sections that say nothing about how a run trains
 
 
-def facts(run: Run) -> str:
+def overview(run: Run) -> str:
     """The top of a run's own report: what it is, how it went, what there is now, and what to type next."""
     state = run.state
     status = state.status

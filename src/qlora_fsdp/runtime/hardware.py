@@ -11,7 +11,7 @@ import torch
 from qlora_fsdp.common.errors import ConfigError, DeviceError, Problem
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.schema import Dtype
-from qlora_fsdp.memory.choose import MARGIN
+from qlora_fsdp.memory.choose_plan import MARGIN
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size
 from qlora_fsdp.memory.plan import CUDA_CONTEXT, GIB
 from qlora_fsdp.memory.plan_run import Machine

@@ -56,7 +56,7 @@ def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device)
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerPlace:
     """Where the ranks have a tensor of which each holds as many rows as the others.
 
     Attributes:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.runtime.peers import Place, start_copies, wait_for
+from qlora_fsdp.runtime.peers import PeerPlace, start_copies, wait_for
 
 TOKEN_BYTES = 16  # FSDP asks for something to gather of each tensor
 
@@ -86,7 +86,7 @@ class PeerCodes:
     def __init__(
         self,
         found: Sequence[Sequence[QuantizedLayer]],
-        places: Mapping[int, Place],
+        places: Mapping[int, PeerPlace],
         num_sets: int | None,
         device: torch.device,
     ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.head_loss import HeadLoss
 from qlora_fsdp.model.tasks.task_model import TaskModel
-from qlora_fsdp.runtime.peers import PeerTable, Place, start_copies, wait_for
+from qlora_fsdp.runtime.peers import PeerPlace, PeerTable, start_copies, wait_for
 from qlora_fsdp.sharding.shard import embedding_and_head_units
 
 ReadRows = Callable[[int, int], Tensor]  # rows [first, last) of a parameter
@@ -54,7 +54,7 @@ class PeerEnds:
         head: the whole weight of the head, which is complete from `connect` on; None if it is gathered.
     """
 
-    def __init__(self, model: TaskModel, places: Mapping[int, Place], device: torch.device) -> None:
+    def __init__(self, model: TaskModel, places: Mapping[int, PeerPlace], device: torch.device) -> None:
         self.model = model
         self.device = device
         self.head: Tensor | None = None

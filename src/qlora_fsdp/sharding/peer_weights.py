@@ -29,7 +29,7 @@ from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import is_shortage
-from qlora_fsdp.runtime.peers import Place, can_read_peers, share_memory
+from qlora_fsdp.runtime.peers import PeerPlace, can_read_peers, share_memory
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import shard_group
 from qlora_fsdp.sharding.peer_codes import PeerCodes
@@ -121,7 +121,7 @@ def _room(param: Tensor, is_whole: bool, num_ranks: int) -> int:
     return round_up(param.nbytes if is_whole else param.nbytes // num_ranks, ALIGNMENT)
 
 
-def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Tensor, bool]]) -> dict[int, Place]:
+def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Tensor, bool]]) -> dict[int, PeerPlace]:
     """Where the parameters lie in the memory of the ranks, by their ids.
 
     Args:
@@ -129,7 +129,7 @@ def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Ten
         rank: this one.
         wanted: parameters, with whether each rank has room for all rows, and not for its own alone.
     """
-    places: dict[int, Place] = {}
+    places: dict[int, PeerPlace] = {}
     first = 0
     for param, is_whole in wanted:
         size = param.nbytes // len(memory)
@@ -137,15 +137,15 @@ def _find_places(memory: Sequence[Tensor], rank: int, wanted: Iterable[tuple[Ten
             rooms = [of_rank[first : first + param.nbytes] for of_rank in memory]
             parts = [room[peer * size : (peer + 1) * size] for peer, room in enumerate(rooms)]
             # FSDP takes it that a whole tensor begins where its storage does: one that came through DLPack does.
-            places[id(param)] = Place(parts, rank, from_dlpack(rooms[rank]))
+            places[id(param)] = PeerPlace(parts, rank, from_dlpack(rooms[rank]))
         else:
             parts = [of_rank[first : first + size] for of_rank in memory]
-            places[id(param)] = Place(parts, rank, None)
+            places[id(param)] = PeerPlace(parts, rank, None)
         first += _room(param, is_whole, len(memory))
     return places
 
 
-def _shard(param: Tensor, place: Place) -> Tensor:
+def _shard(param: Tensor, place: PeerPlace) -> Tensor:
     """A sharded parameter whose rows on this rank lie in its place."""
     assert isinstance(param, DTensor)
     local = place.parts[place.rank].view(param.dtype).view(param.to_local().shape)

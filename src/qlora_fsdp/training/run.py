@@ -34,6 +34,7 @@ from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run
 from qlora_fsdp.records.run_state import REPORT_FILE
 from qlora_fsdp.records.run_summary import RunSummary, describe_end
 from qlora_fsdp.records.trackers import note_missing_key
+from qlora_fsdp.records.upload import prepare_repo, push_result
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes

@@ -34,7 +34,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.assign import match_quantized
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
-from qlora_fsdp.weights.safetensors_files import INDEX_NAME, fingerprint, read_headers
+from qlora_fsdp.weights.safetensors_files import INDEX_NAME, fingerprint_files, read_headers
 from qlora_fsdp.weights.stored_quantization import int8_state_names, weight_shape
 
 DEFAULT_FOLDER = "~/.cache/qlora_fsdp/quantized"
@@ -154,7 +154,7 @@ def _find_damage(entry: Path) -> str | None:
     """What is wrong with an entry: files missing or cut short, or other values where the fingerprint looks."""
     try:
         expected = json.loads((entry / MANIFEST).read_bytes())["fingerprint"]
-        return None if fingerprint(read_headers(entry).values()) == expected else f"{entry} has other values"
+        return None if fingerprint_files(read_headers(entry).values()) == expected else f"{entry} has other values"
     except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
         return first_line(error)
 
@@ -177,7 +177,7 @@ def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, devic
     if device.type == "cuda":
         torch.cuda.empty_cache()
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}, indent=1))
-    (folder / MANIFEST).write_text(json.dumps({"fingerprint": fingerprint(read_headers(folder).values())}))
+    (folder / MANIFEST).write_text(json.dumps({"fingerprint": fingerprint_files(read_headers(folder).values())}))
 
 
 def _as_bitsandbytes(

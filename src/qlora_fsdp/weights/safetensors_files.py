@@ -114,7 +114,7 @@ def _read_index(file: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def fingerprint(tensors: Iterable[StoredTensor]) -> str:
+def fingerprint_files(tensors: Iterable[StoredTensor]) -> str:
     """SHA-256 over each tensor's name, dtype, shape and the 64 bytes in its middle.
 
     It does not depend on how tensors are spread over files. It tells a model from another one of the same shapes, and

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from qlora_fsdp.common.disk import is_write_error, reason_of
+from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.files import create, remove, replacing
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.common.text import printable
@@ -86,8 +86,8 @@ class KeptWindows:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    f"{self.run_folder / WINDOWS_FOLDER} can't be written: {reason_of(error)}. Training goes on. If it"
-                    " is resumed, it tokenizes the rows again that it was at, which takes some seconds."
+                    f"{self.run_folder / WINDOWS_FOLDER} can't be written: {disk_reason(error)}. Training goes on. If"
+                    " it is resumed, it tokenizes the rows again that it was at, which takes some seconds."
                 )
 
     def _remove_old(self, folder: Path, sequence: int) -> None:

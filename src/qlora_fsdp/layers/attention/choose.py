@@ -257,7 +257,7 @@ def varlen_attention(
     if uses_flash_4:
         out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
-        out = varlen.attend(q, k, v, varlen.Rows(cu_seq_lens_q, max_length_q, window), scaling, s_aux)
+        out = varlen.attend(q, k, v, varlen.PackedRows(cu_seq_lens_q, max_length_q, window), scaling, s_aux)
     return out.view(batch, length, *out.shape[1:]), None
 
 

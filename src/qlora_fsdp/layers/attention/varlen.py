@@ -27,7 +27,7 @@ from torch.nn import functional as F
 CAUSAL = (-1, 0)  # how many tokens are seen before and after the query's; -1 for all
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Packed rows, and what a query sees of its own: always what comes before it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 def attend(
-    q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, rows: Rows, scale: float | None, sinks_H: Tensor | None = None
+    q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, rows: PackedRows, scale: float | None, sinks_H: Tensor | None = None
 ) -> Tensor:
     """Causal attention within each row: [T, H, V].
 
@@ -75,7 +75,7 @@ class _WithSinks(torch.autograd.Function):
     """Keeps q, k, v, o' and L': a number for each query and head more than its inputs and its output."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, rows: Rows, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, rows: PackedRows, scale: float) -> Tensor:
         out, log_sums = _forward(q, k, v, rows, scale)
         with_sinks = torch.logaddexp(log_sums, sinks.float()[:, None])
         out.mul_(log_sums.sub_(with_sinks).exp_().t()[..., None])
@@ -99,11 +99,11 @@ class _WithSinks(torch.autograd.Function):
         return dq, dk, dv, d_sinks, None, None
 
 
-def _window(rows: Rows) -> tuple[int, int]:
+def _window(rows: PackedRows) -> tuple[int, int]:
     return CAUSAL if rows.window is None else (rows.window - 1, 0)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sums. torch gives the log-sums no gradient."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # on a host without it other kernels are chosen
 

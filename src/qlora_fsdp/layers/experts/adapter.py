@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.layers.experts.rows import RowOrder, uses_kernels
+from qlora_fsdp.layers.experts.row_order import RowOrder, uses_kernels
 
 RANK_MULTIPLE = 8  # grouped products want rows of a multiple of 16 bytes
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.experts.adapter import ExpertMatrix
-from qlora_fsdp.layers.experts.rows import RowOrder
+from qlora_fsdp.layers.experts.row_order import RowOrder
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
 
 # What the dequantized weights of one product may take: four times as much as the rows that go in and come out, within

@@ -1,4 +1,4 @@
-"""Triton kernels that move and activate the rows of experts (layers/experts/rows.py), and convert their adapters.
+"""Triton kernels that move and activate the rows of experts (layers/experts/row_order.py), and convert their adapters.
 
 Imported on GPUs only. Each passes over the memory once. Shapes: T tokens, K experts per token, S = T K rows, H hidden
 size, I inner size; E experts, R the rank of an adapter, X the other dimension of one of its matrices.

@@ -12,7 +12,7 @@ from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GateTiles:
     """How a kernel's work is cut up. The values below were the fastest on an H200, for 16,384 x 14,336 and rank 16."""
 
     rows: int
@@ -21,7 +21,7 @@ class Tiles:
     num_stages: int
 
 
-FORWARD, MIN_PROGRAMS = Tiles(rows=64, columns=128, num_warps=4, num_stages=3), 512
+FORWARD, MIN_PROGRAMS = GateTiles(rows=64, columns=128, num_warps=4, num_stages=3), 512
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def forward(
 
 
 def split_columns(
-    tiles: Tiles,
+    tiles: GateTiles,
     min_programs: int,
     num_rows: int,
     width: int,
@@ -176,7 +176,7 @@ def rank_options(b_gate: Tensor, b_up: Tensor, a_down: Tensor) -> dict[str, obje
     }
 
 
-def tile_options(tiles: Tiles, activation: str) -> dict[str, object]:
+def tile_options(tiles: GateTiles, activation: str) -> dict[str, object]:
     """The kernels' arguments that tell the tiles and the activation."""
     return {
         "ACTIVATION": activation,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 from qlora_fsdp.layers.kernels.triton_gate import (
-    Tiles,
+    GateTiles,
     load_b,
     load_thin,
     low_rank,
@@ -28,9 +28,9 @@ from qlora_fsdp.layers.kernels.triton_gate import (
     value_and_slope,
 )
 
-DOWN = Tiles(rows=64, columns=64, num_warps=4, num_stages=3)
+DOWN = GateTiles(rows=64, columns=64, num_warps=4, num_stages=3)
 AT_ONCE, MAX_SPLITS = 264, 8  # programs down the columns: an H100 runs two on each of its 132 multiprocessors
-ALONG, MIN_PROGRAMS = Tiles(rows=64, columns=64, num_warps=4, num_stages=3), 1024
+ALONG, MIN_PROGRAMS = GateTiles(rows=64, columns=64, num_warps=4, num_stages=3), 1024
 MAX_RANK_DOWN = 16
 MAX_ROWS = 4096  # of a launch of `down_columns`: at rank 16 its sums of x A^T's gradient are as large as gate's values
 

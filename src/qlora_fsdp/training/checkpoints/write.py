@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qlora_fsdp.common.disk import is_write_error, reason_of
+from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.sizes import SLAB_BYTES, round_up
 from qlora_fsdp.records.record_files import check_own
@@ -241,4 +241,4 @@ def _noting(errors: list[str]) -> Iterator[None]:
     except Exception as error:
         if not (is_write_error(error) or isinstance(error, (RuntimeError, BadFile))):
             raise
-        errors.append(reason_of(error))
+        errors.append(disk_reason(error))
