@@ -206,7 +206,9 @@ class Reference:
             log.info(f"Reference: the adapter in {self.start.folder}, from which training started")
         elif self.is_wanted and (config.tokenizer.add_tokens or config.tokenizer.add_special_tokens):
             # Rows of new tokens began at the mean. The adapter's tokenizer knows these tokens, and the base's does not.
-            self.tokens = extend_tokenizer(find_tokenizer(config.model, config.data, trained.files.folder, None, False), config.tokenizer)
+            self.tokens = extend_tokenizer(
+                find_tokenizer(config.model, config.data, trained.files.folder, None, False), config.tokenizer
+            )
 
     def freeze(self, model: peft.PeftModel) -> None:
         """Fill the adapter's layers, on a base that is loaded, and keep what they then have as the reference."""

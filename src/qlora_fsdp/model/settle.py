@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.config.schema import Config, LoraConfig
 from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.config.written import public_value
-from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
+from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, extend_tokenizer, find_tokenizer
 from qlora_fsdp.layers.attention.choose import choose_attention, describe_wide_heads
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel
@@ -99,7 +99,7 @@ def settle_model(
     dtype = choose_dtype(config.training.precision, device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
     tokenizer = find_tokenizer(config.model, config.data, files.folder, tokenizer_folder, trains)
-    added = add_tokens(tokenizer, config.tokenizer)
+    added = extend_tokenizer(tokenizer, config.tokenizer)
     num_slices = config.distributed.num_slices if trains else 1
     trial = TrialSpec(
         task=config.task,
