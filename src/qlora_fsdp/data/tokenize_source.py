@@ -33,7 +33,8 @@ from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
-from qlora_fsdp.data.labels import LabelledRowTokenizer, check_label_order, check_lists, label_width
+from qlora_fsdp.data.label_order import check_label_order
+from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, label_width
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
 from qlora_fsdp.data.row import REFUSED, TOO_LONG
