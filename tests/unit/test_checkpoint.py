@@ -48,7 +48,7 @@ from qlora_fsdp.training.checkpoints.resume import (
 )
 from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
-from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
+from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint_files, read_headers
 
 
 def trained(width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -367,7 +367,7 @@ def test_other_base_under_the_same_path_is_refused(tmp_path: Path):
         if len(files) > 1:
             index = {"weight_map": {key: f"{number}.safetensors" for number, key in enumerate(weights)}}
             (tmp_path / name / INDEX_NAME).write_text(json.dumps(index))
-    one, same, other = (fingerprint(read_headers(tmp_path / n).values()) for n in ("one", "same", "other"))
+    one, same, other = (fingerprint_files(read_headers(tmp_path / n).values()) for n in ("one", "same", "other"))
     assert one == same != other
     checkpoint = Checkpoint(Path("c"), 5, 1, {}, {}, one)
     check_base_of(checkpoint, same, config())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.common.hub_names import is_repo_name
+from qlora_fsdp.common.hub import is_repo_name
 from qlora_fsdp.common.text import is_whole, plural
 from qlora_fsdp.config.batch_size import nearest_batch, round_default, sequences_at_once
 from qlora_fsdp.config.check_data import check_data

@@ -1,9 +1,8 @@
 """What a model computes in a step: quantized layers, adapters, attention, norms and the loss."""
 
 from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
-from qlora_fsdp.layers.quantized.embedding import QuantizedEmbedding
 from qlora_fsdp.layers.quantized.format import Format
-from qlora_fsdp.layers.quantized.linear import QuantizedLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedEmbedding, QuantizedLinear
 
 QuantizedLayer = QuantizedLinear | QuantizedEmbedding | QuantizedExpertWeight  # works with isinstance too
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 
+from typing_extensions import assert_never
+
 from qlora_fsdp.common.sizes import NUM_AHEAD, PIECE_BYTES
-from qlora_fsdp.config.schema import EmbeddingStorage
-from qlora_fsdp.memory.parameter_bytes import ParameterBytes, optimizer_bytes, sum_bytes
+from qlora_fsdp.config.schema import EmbeddingStorage, Optimizer
+from qlora_fsdp.memory.traced import ParameterSize
 from qlora_fsdp.memory.workload import Workload
 
 BytesByPart = dict[str, int]  # the keys are those of memory/show.PARTS
