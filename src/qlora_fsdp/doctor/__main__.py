@@ -27,11 +27,22 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.startup import announce, end_process, is_first_rank, quick_imports
 from qlora_fsdp.common.terminal import colored, uses_color
 from qlora_fsdp.common.text import first_line, name_error
-from qlora_fsdp.doctor.exchange import check_exchange
-from qlora_fsdp.doctor.finding import Finding
-from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned, check_recurrent_kernels
-from qlora_fsdp.doctor.host import check_disk, check_memory
-from qlora_fsdp.doctor.software import check_bytecode, check_hub, check_slurm, check_versions
+from qlora_fsdp.doctor.gpu_checks import (
+    check_cpu_kernels,
+    check_exchange,
+    check_gpus,
+    check_pinned,
+    check_recurrent_kernels,
+)
+from qlora_fsdp.doctor.host import (
+    Finding,
+    check_bytecode,
+    check_disk,
+    check_hub,
+    check_memory,
+    check_slurm,
+    check_versions,
+)
 
 if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes

@@ -16,6 +16,7 @@ from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerp
 from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
+from qlora_fsdp.config.start_adapter import SETTING, typed_folder
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name

@@ -14,7 +14,7 @@ from qlora_fsdp.common.text import join_words
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.memory.choose import choose, describe_choice, use_spare
+from qlora_fsdp.memory.choose_plan import choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies, fixed_policies
 from qlora_fsdp.memory.plan import GIB, MemoryPlan

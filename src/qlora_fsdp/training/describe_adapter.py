@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.common.hub import hub_name
 from qlora_fsdp.config.schema import DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.format import ALPACA
