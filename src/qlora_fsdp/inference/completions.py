@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PretrainedConfig
 
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.foreign_files import read_json_object
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
+from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots

@@ -28,7 +28,6 @@ from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.settle import ModelSpec
-from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
 from qlora_fsdp.records.run_state import REPORT_FILE
