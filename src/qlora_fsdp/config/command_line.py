@@ -16,7 +16,7 @@ from typing import NoReturn
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
-from qlora_fsdp.common.shipped import shipped_file
+from qlora_fsdp.common.files import shipped_file
 from qlora_fsdp.config.settings import all_settings, nearest_settings, show
 
 _WIDTH = 118
