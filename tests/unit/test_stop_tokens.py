@@ -12,9 +12,10 @@ from tests.helpers.glm import write_glm_files
 
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data.cache import fingerprint
+from qlora_fsdp.data.chats.turns import end_ids_of
 from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
 from qlora_fsdp.data.tokenize import RowTokenizer
-from qlora_fsdp.data.tokenizer import load_tokenizer
+from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 ASKED = {"role": "user", "content": "1+2?"}
@@ -73,3 +74,26 @@ def test_without_ids_the_end_token_alone_stops(tmp_path: Path, text: str | None)
     if text is not None:
         (folder / "generation_config.json").write_text(text)
     assert stop_texts(load_tokenizer(ModelConfig(path=str(folder)), DataConfig())) == ("<eos>",)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("'<|im_end|>'", ["<eos>", "<|im_end|>"]),
+        ("eos_token", ["<eos>"]),
+        ("'<|im_end|>' + eos_token", ["<eos>"]),  # generation stops at the token that training ends with
+        ("'<|end|>'", ["<eos>"]),  # several tokens
+        ("''", ["<eos>"]),
+    ],
+)
+def test_generation_stops_at_the_token_with_which_the_template_ends_answers(end: str, expected: list[str]):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + END }}\n{% endfor %}".replace(
+        "END", end
+    )
+    assert tokenizer.convert_ids_to_tokens(list(end_ids_of(tokenizer))) == expected
+
+
+def test_without_a_template_generation_stops_at_the_stop_tokens():
+    assert end_ids_of(byte_tokenizer()) == stop_ids(byte_tokenizer())

@@ -17,6 +17,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import name_error, shorten
+from qlora_fsdp.data.chats.turns import end_ids_of
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
@@ -58,15 +59,18 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def generation_config(trained: AssembledModel) -> GenerationConfig:
-    """The generation_config.json of the model files, with the tokenizer's end and padding where it has none.
+    """The generation_config.json of the model files, with the tokenizer's padding.
+
+    Generation stops at the ids that the file names, and where answers end in training (`data.chats.turns`): at the
+    tokenizer's end token, and at the token with which its chat template ends answers.
 
     Raises:
         CheckpointError: the file can't be read, or a value in it can't be used.
     """
     file = None if trained.files.folder is None else trained.files.folder / GENERATION_FILE
     config = GenerationConfig() if file is None or not file.is_file() else _read_generation(file)
-    if config.eos_token_id is None:
-        config.eos_token_id = trained.tokenizer.eos_token_id
+    stops = dict.fromkeys([*end_tokens(config), *end_ids_of(trained.tokenizer)])
+    config.eos_token_id = list(stops) or None
     config.pad_token_id = trained.tokenizer.pad_token_id
     return config
 

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
+from qlora_fsdp.data.chats.turns import end_ids_of
 from qlora_fsdp.data.sequences import Sequences
-from qlora_fsdp.data.stop_tokens import stop_ids
 from qlora_fsdp.decoding.completer import Completer, NoRoom, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
 from qlora_fsdp.decoding.trial import why_not_in_slots
@@ -69,7 +69,7 @@ class Generations:
             do_sample=False,
             max_new_tokens=config.generation_tokens,
             use_cache=False,
-            eos_token_id=list(stop_ids(tokenizer)) or None,
+            eos_token_id=list(end_ids_of(tokenizer)) or None,
             pad_token_id=tokenizer.pad_token_id,
         )
 

@@ -40,7 +40,7 @@ from qlora_fsdp.data.chats.examples import followed, make_example
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_words
 from qlora_fsdp.data.message import called_name, function_of
 from qlora_fsdp.data.row import NO_TARGET, BadRow
-from qlora_fsdp.data.stop_tokens import stop_texts
+from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
 
 MAX_HEADER = 100  # characters of a turn, that the end of a prompt is looked for in
 _MARKER = re.compile(r"<[^<>\s]+>")
@@ -146,6 +146,16 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     if not isinstance(template, str):
         return stop_texts(tokenizer)
     return stops_of(Conversation([], None, template, tokenizer))
+
+
+def end_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids at which generation stops: the stop tokens, and what the chat template ends answers with.
+
+    The latter is left out where it is no added token: as several tokens, or as part of ordinary text, it stops nothing.
+    """
+    known = tokenizer.added_tokens_encoder
+    written = [known[text] for text in ends_of(tokenizer) if text in known]
+    return tuple(dict.fromkeys([*stop_ids(tokenizer), *written]))
 
 
 @lru_cache(maxsize=64)
