@@ -19,7 +19,7 @@ from qlora_fsdp.training.checkpoints.saver import Saver
 
 # An object, and the name of its function
 STAGES: dict[str, tuple[Any, str]] = {
-    "settings": (run, "check"),
+    "settings": (run, "check_world"),
     "data": (run, "prepare"),
     "workers that tokenize": (RowTokenizer, "whole"),
     "load": (materialize, "fill"),
