@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.model import assemble
+from qlora_fsdp.model import settle
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime import hardware
@@ -75,7 +75,7 @@ def fail_in(phase: str, error: RuntimeError) -> None:
     if phase == "load":
         materialize.fill = lambda *arguments, **named: count("load", 1)
     if phase == "prepare":
-        assemble.choose_attention = lambda *arguments, **named: count("prepare", 1)
+        settle.choose_attention = lambda *arguments, **named: count("prepare", 1)
 
 
 @pytest.fixture(scope="module")
