@@ -14,7 +14,7 @@ SECRET = "s3cr3t-0123456789"
 EXPERIMENT = """# @package _global_
 run: {name: keyed}
 model: {name: "${oc.env:VICTIMS_KEY}-tiny", revision: "${model.name}"}
-tracking: {tensorboard: true}
+tracking: {report_to: [wandb, tensorboard]}
 data: {name: "${oc.decode:${oc.env:VICTIMS_KEY}}"}
 slurm: {setup: ["export KEY=s3cr3t-0123456789"]}
 checkpoint: {every_steps: 1}
@@ -29,7 +29,7 @@ def test_no_file_of_a_finished_run_holds_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "keyed.yaml").write_text(EXPERIMENT)
     settings = ["model=tiny", "data=random", "training.max_steps=2", "training.max_length=16"]
-    settings += ["tracking=wandb", "tracking.wandb_mode=offline"]
+    settings += ["tracking.wandb_mode=offline"]
     assert main(["--config-dir", "conf", "experiment=keyed", *settings]) == 0
     run = tmp_path / "outputs" / "keyed"
     files = [file for file in run.rglob("*") if file.is_file()]

@@ -254,8 +254,9 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     computing = Computing(dtype, attention, liger, cast(LossKernel, loss), True, traits.transform, traits.unreached)
     names = {*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens}
     # The model may have rows for some of these already. Only the tokenizer knows, which is not loaded here.
-    ids = frozenset(range(text.vocab_size, text.vocab_size + len(names)))
-    tokens = AddedTokens(ids, ids, text.vocab_size + len(names)) if names else AddedTokens()
+    num_rows = getattr(text, "vocab_size", 0)  # a model without a vocabulary is refused where it is built
+    ids = frozenset(range(num_rows, num_rows + len(names)))
+    tokens = AddedTokens(ids, ids, num_rows + len(names)) if names else AddedTokens()
     return ModelTracer(ModelFiles(None, model_config), computing, tokens, trusted)
 
 
