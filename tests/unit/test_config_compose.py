@@ -37,6 +37,7 @@ def refusal(*argv: str) -> str:
 def test_every_option_composes_and_validates(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The presets of models are in test_config_models.py, which needs what they compose for more."""
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())  # mlflow and trackio are not installed
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
     without = [override for override in DRY_RUN if not override.startswith(f"{group}=")]
     own_data = ["data.path=org/name"] if (group, option) == ("data", "default") else []
     own_data += ["data=default", "data.path=org/name", "task.labels=[a,b]"] if option.endswith("classification") else []
