@@ -117,8 +117,7 @@ def _meet_apart(folder: Path) -> None:
     """Have torch's launcher and the ranks of one host meet in files, where nobody else gets at them.
 
     By itself the launcher serves a store at all addresses of the host, to whoever connects. And where the port is taken
-    it goes over to a rendezvous that runs what others have written to its store, which is refused here: the file
-    of settings may ask for it too (`rdzv_backend: c10d`).
+    it goes over to a rendezvous that runs what others have written to its store, which is refused here.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented there, not exported
     from torch.distributed.elastic.rendezvous import registry, static_tcp_rendezvous
@@ -136,9 +135,9 @@ def _meet_apart(folder: Path) -> None:
         if parameters.backend == "static":
             return find_handler(parameters)
         raise LaunchError(
-            f"accelerate is to start the ranks with rdzv_backend={parameters.backend}, which runs what others write to "
-            "its store. Set rdzv_backend: static in launch.config_file, or leave it out. If it does not stand there, "
-            "the port that main_process_port names was taken: set another one."
+            f"accelerate found the port of the ranks taken, and would have them meet by {parameters.backend}, which "
+            "runs what others write to its store. Start the command again: it takes another port, or the "
+            "main_process_port of launch.config_file."
         )
 
     static.TCPStore, handlers.get_rendezvous_handler = open_store, find_plain_handler
