@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from typing_extensions import Unpack
 
-from qlora_fsdp.common.plain_values import STAYS
 from qlora_fsdp.config.schema import Config, EmbeddingStorage
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec, ShardSpec
 from qlora_fsdp.memory.policy import Policy
@@ -23,7 +22,7 @@ class Workload:
     """One rank's share of a run.
 
     Attributes:
-        model: the model, which can be asked what it takes under any settings. Each rank has its own.
+        model: the model, which can be asked what it takes under any settings.
         config: the settings, of which the plan tries others where they are open, and to suggest a change.
         num_ranks: all processes of the run, each with a GPU of its own.
         local_num_ranks: those of one host.
@@ -32,7 +31,7 @@ class Workload:
         can_read_peers: whether the GPUs of a host can read one another's memory.
     """
 
-    model: TracedModel = field(metadata=STAYS)
+    model: TracedModel
     config: Config
     num_ranks: int
     local_num_ranks: int

@@ -49,7 +49,6 @@ from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.fsdp_state import free_gathered
-from qlora_fsdp.runtime.packets import prove_peers
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -181,10 +180,7 @@ def make_mesh(spec: ShardSpec, processes: Processes) -> DeviceMesh:
             return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
         case ShardingStrategy.HYBRID_SHARD | ShardingStrategy.NO_SHARD:
             shape = (processes.num_ranks // num_shards, num_shards)
-            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-            for group in mesh.get_all_groups():
-                prove_peers(group, processes.key)
-            return mesh
+            return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
         case _:
             assert_never(spec.strategy)
 

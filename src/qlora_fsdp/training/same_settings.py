@@ -25,7 +25,7 @@ def check_same_settings(config: Config, processes: Processes) -> None:
     Raises:
         ConfigError: some differ; the same on every rank. Holds every one of them.
     """
-    first, *others = processes.gather(plain_settings(config), dict[str, Any])
+    first, *others = processes.gather(plain_settings(config))
     problems: dict[str, Problem] = {}
     for rank, settings in enumerate(others, start=1):
         for key, value in settings.items():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -89,7 +88,7 @@ def train_adapter(
     thread = CheckpointThread(spec.saving, content, model.model, optimizer, write_adapter_to, processes, journal)
     saver = Saver(thread, watch)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
-    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None, list[dict[str, Any]])
+    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
     result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
     bad_steps = _make_bad_steps(prepared, folder, [line["grad_norm"] for line in before], saver)
     trusted = prepared.assembled.spec.trust_remote_code
