@@ -17,6 +17,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.config.schema import ComputeConfig, KernelsConfig
+from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers import Format, QuantizedLinear, gated
 from qlora_fsdp.layers.gated import find_gated
@@ -147,7 +148,7 @@ def test_a_model_of_ligers_classes_is_what_it_is_without_them(family: str):
         built = build_model(ModelFiles(None, config), BuildSettings(settings.quant, torch.bfloat16, "eager"))
         modules = list(built.model.modules())
         found = {found for module in modules if (found := find_gated(module)) is not None}
-        model = adapt_model(built, settings, NO_TOKENS)
+        model = adapt_model(built, settings.lora, TaskSpec.of(settings), NO_TOKENS)
         return found, rewire(model, ComputeConfig(), KernelsConfig())
 
     stock = build()
