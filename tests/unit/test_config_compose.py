@@ -12,7 +12,7 @@ import yaml
 from tests.helpers import quick_config
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config import trackers
+from qlora_fsdp.config import trackers, written
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.hydra_files import register_schema
@@ -31,6 +31,12 @@ def refusal(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(argv)
     return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def own_hidden_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written in place of values with a `${...}` is kept for the process, which is one run's elsewhere."""
+    monkeypatch.setattr(written, "_hidden_texts", {})
 
 
 @pytest.mark.parametrize(("group", "option"), OTHERS, ids=lambda part: part)
