@@ -5,7 +5,7 @@ r"""Losses on real text, kernel by kernel: the same steps in plain torch, fused,
     python benchmarks/losses.py --shape 8b   # from random weights instead
 
 First trains a base on the standard library's documentation (190 M parameters; a minute on an H200), then fine-tunes it
-on demo/pairs.jsonl, 200 steps a side. `plain-halved` is plain once more with half the sequences a pass: the same
+on demo/docstrings.jsonl, 200 steps a side. `plain-halved` is plain once more with half the sequences a pass: the same
 gradients, rounded in another order, which tells how far two right runs lie apart. Prints the mean loss of the last 50
 steps and the held-out loss, each with its difference from plain.
 """
@@ -84,7 +84,7 @@ def run_side(settings: list[str], base: list[str], length: int, folder: Path) ->
     """The losses of all steps, and the held-out loss at the end."""
     command = [
         *(sys.executable, "-m", "qlora_fsdp.train", *base, f"model.tokenizer_path={ROOT}/demo/base"),
-        *(f"data.path={ROOT}/demo/pairs.jsonl", f"data.eval_path={ROOT}/demo/pairs_eval.jsonl"),
+        *(f"data.path={ROOT}/demo/docstrings.jsonl", f"data.eval_path={ROOT}/demo/docstrings_eval.jsonl"),
         *(f"training.max_steps={NUM_STEPS}", f"training.max_length={length}", "memory=keep"),
         *("training.micro_batch_size=4", "training.global_batch_size=4"),
         *(f"run.folder={folder}/run", f"data.cache_folder={folder}", *settings),

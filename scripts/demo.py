@@ -2,7 +2,7 @@
 
     make demo
 
-Trains on demo/pairs.jsonl. Losses and answers are about modules of the standard library whose source neither the base
+Trains on demo/docstrings.jsonl. Losses and answers are about modules of the standard library whose source neither the base
 model nor the adapter has seen.
 """
 

@@ -2,7 +2,7 @@ r"""Write the demo's data: what does each public function of the standard librar
 
     python scripts/make_docstring_pairs.py
 
-makes demo/pairs.jsonl (training) and demo/pairs_eval.jsonl (modules whose source neither the base model nor the
+makes demo/docstrings.jsonl (training) and demo/docstrings_eval.jsonl (modules whose source neither the base model nor the
 adapter has seen). A row is {"prompt": "What does `textwrap.dedent(text)` do?\n", "completion": "Remove any ..."}. Rows
 depend on the version of Python that runs this; the committed ones come from the one in demo/base/README.md.
 
@@ -98,7 +98,7 @@ def docstring_pairs() -> Iterator[tuple[str, dict[str, str]]]:
 
 def write_chats() -> None:
     """Writes some rows of each file, drawn at random, as chats."""
-    for name, kept, num_chats in (("pairs", "chats", 300), ("pairs_eval", "chats_eval", 24)):
+    for name, kept, num_chats in (("docstrings", "chats", 300), ("docstrings_eval", "chats_eval", 24)):
         rows = [json.loads(line) for line in (DEMO / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         chats = []
         for row in random.Random(0).sample(rows, num_chats):
@@ -113,7 +113,7 @@ def main() -> None:
     train = [row for module, row in pairs if module not in HELD_OUT_MODULES]
     seen = {row["completion"] for row in train}
     held_out = [row for module, row in pairs if module in HELD_OUT_MODULES and row["completion"] not in seen]
-    for path, rows in ((DEMO / "pairs.jsonl", train), (DEMO / "pairs_eval.jsonl", held_out)):
+    for path, rows in ((DEMO / "docstrings.jsonl", train), (DEMO / "docstrings_eval.jsonl", held_out)):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{path}: {len(rows)} rows, {path.stat().st_size / 1000:.0f} kB")
 

@@ -2,7 +2,7 @@ r"""Write pairs of answers from the demo's data: which of two summaries is this 
 
     python scripts/make_docstring_preferences.py FOLDER NUM_TRAINING NUM_EVAL [NUM_KNOWN]
 
-makes FOLDER/train.jsonl from demo/pairs.jsonl and FOLDER/eval.jsonl from demo/pairs_eval.jsonl, whose functions belong
+makes FOLDER/train.jsonl from demo/docstrings.jsonl and FOLDER/eval.jsonl from demo/docstrings_eval.jsonl, whose functions belong
 to modules that training never sees. With NUM_KNOWN, as many functions of training's modules are kept out of
 train.jsonl, and FOLDER/known.jsonl asks about them once each. A row is {"prompt": "What does `textwrap.dedent(text)`
 do?\n", "chosen": "Remove any ...", "rejected": another function's summary}. In a round every function is asked about
@@ -38,7 +38,7 @@ def preferences(rows: list[dict[str, str]]) -> Iterator[dict[str, str]]:
 def write_preferences(folder: Path, num_training: int, num_eval: int, num_known: int = 0) -> None:
     """Write the files, of so many pairs each. What is asked in known.jsonl is in no pair of train.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
-    training, others = read_rows("pairs"), read_rows("pairs_eval")
+    training, others = read_rows("docstrings"), read_rows("docstrings_eval")
     if num_known:
         random.Random(1).shuffle(training)
         known, training = training[:num_known], training[num_known:]

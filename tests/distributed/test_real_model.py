@@ -23,7 +23,7 @@ from tests.helpers.runs import printed_by, settings, train_all
 from tests.helpers.smollm2 import needs_smollm2
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
-PAIRS = Path(__file__).parents[2] / "demo" / "pairs.jsonl"
+PAIRS = Path(__file__).parents[2] / "demo" / "docstrings.jsonl"
 QUESTIONS = ["What is the capital of France?", "What does `textwrap.dedent(text)` do?"]
 NUM_NEW = 8
 SOME = ["training.max_steps=2", "training.global_batch_size=2", "training.max_length=96", "model.tokenizer_path=null"]

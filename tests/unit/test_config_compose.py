@@ -61,8 +61,8 @@ def test_every_experiment_composes_and_validates(option: str, monkeypatch: pytes
         # Its script makes model and data
         "demo_preference": [
             "model.path=demo/base",
-            "data.path=demo/pairs.jsonl",
-            "data.eval_path=demo/pairs_eval.jsonl",
+            "data.path=demo/docstrings.jsonl",
+            "data.eval_path=demo/docstrings_eval.jsonl",
         ],
     }
     own = [f"run.folder={tmp_path / 'new'}", *needed.get(option, [])]

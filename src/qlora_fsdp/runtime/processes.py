@@ -240,7 +240,7 @@ def _register_nothing_in_graphs() -> None:
 
     By default NCCL registers the tensors of a recorded collective, so that other GPUs write into them. It takes each
     for one piece of memory, which a tensor in expandable segments need not be (torch issue 158029). Then ranks with
-    micro-batches of unlike lengths waited for one another forever (docs/decisions.md).
+    micro-batches of unlike lengths waited for one another forever (benchmarks/measurements.md).
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 

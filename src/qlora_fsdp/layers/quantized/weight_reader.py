@@ -14,7 +14,7 @@ goes by with that. In a graph three things may be different, and none changes a 
 
 Which weight comes next is not derived from the model's code. A pass that is launched kernel by kernel notes in which
 order it reads weights, and the passes that are recorded follow that order as long as they read the same.
-docs/decisions.md has what both gain.
+benchmarks/measurements.md has what both gain.
 """
 
 from __future__ import annotations
