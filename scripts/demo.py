@@ -2,8 +2,8 @@
 
     make demo
 
-Trains on demo/docstrings.jsonl. Losses and answers are about modules of the standard library whose source neither the base
-model nor the adapter has seen.
+Trains on demo/docstrings.jsonl. Losses and answers are about modules of the standard library whose source neither the
+base model nor the adapter has seen.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 One thread, fp32, about 25 minutes. The text is what people wrote in the standard library's sources: docstrings,
 comments and the signatures above them, and the language reference in pydoc_data. It never has the question-and-answer
-form of demo/docstrings.jsonl, nor the held-out modules: these measure the loss that is written into demo/base/README.md.
+form of demo/docstrings.jsonl, nor the held-out modules, which measure the loss that demo/base/README.md tells.
 """
 
 from __future__ import annotations

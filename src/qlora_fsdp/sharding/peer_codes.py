@@ -3,7 +3,7 @@
 Codes are some 90 % of a layer's bytes, and they never change in a run. So a rank can copy those of another rank at any
 time, without asking it. FSDP would gather them with NCCL instead, whose kernels take multiprocessors from the products
 that run beside them, and would copy each layer into a flat buffer and out of it again. Copy engines take nothing from
-the products, and write codes to where they are used (runtime/peers.py; benchmarks/measurements.md has the measurements).
+the products, and write codes to where they are used (runtime/peers.py; measured in benchmarks/measurements.md).
 
 FSDP still says when: it gathers a layer ahead, and frees it. But for a tensor that has `fsdp_pre_all_gather` it calls
 that where it would begin a gather, and `fsdp_post_all_gather` where it would wait for its end. These two are torch's
