@@ -3,8 +3,8 @@ r"""Write the demo's data: what does each public function of the standard librar
     python scripts/make_docstring_pairs.py
 
 makes demo/docstrings.jsonl (training) and demo/docstrings_eval.jsonl (modules whose source neither the base model nor
-the adapter has seen). A row is {"prompt": "What does `textwrap.dedent(text)` do?\n", "completion": "Remove any ..."}. Rows
-depend on the version of Python that runs this; the committed ones come from the one in demo/base/README.md.
+the adapter has seen). A row is {"prompt": "What does `textwrap.dedent(text)` do?\n", "completion": "Remove any ..."}.
+Rows depend on the version of Python that runs this; the committed ones come from the one in demo/base/README.md.
 
     python scripts/make_docstring_pairs.py chats
 

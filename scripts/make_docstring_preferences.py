@@ -3,11 +3,11 @@ r"""Write pairs of answers from the demo's data: which of two summaries is this 
     python scripts/make_docstring_preferences.py FOLDER NUM_TRAINING NUM_EVAL [NUM_KNOWN]
 
 makes FOLDER/train.jsonl from demo/docstrings.jsonl and FOLDER/eval.jsonl from demo/docstrings_eval.jsonl, whose
-functions belong to modules that training never sees. With NUM_KNOWN, as many functions of training's modules are kept out of
-train.jsonl, and FOLDER/known.jsonl asks about them once each. A row is {"prompt": "What does `textwrap.dedent(text)`
-do?\n", "chosen": "Remove any ...", "rejected": another function's summary}. In a round every function is asked about
-once, and every summary is chosen once and rejected once. So a summary by itself does not tell which side it is on: the
-question has to be read.
+functions belong to modules that training never sees. With NUM_KNOWN, as many functions of training's modules are kept
+out of train.jsonl, and FOLDER/known.jsonl asks about them once each. A row is {"prompt": "What does
+`textwrap.dedent(text)` do?\n", "chosen": "Remove any ...", "rejected": another function's summary}. In a round every
+function is asked about once, and every summary is chosen once and rejected once. So a summary by itself does not tell
+which side it is on: the question has to be read.
 """
 
 from __future__ import annotations
