@@ -30,7 +30,6 @@ from qlora_fsdp.config.schema import (
 )
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, TaskSpec
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.records.run_summary import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
@@ -113,7 +112,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
     if settings.report_data is not None:
         rows: dict[str, Any] = {"data.path": settings.report_data, "data.mix": {}, "data.max_rows": None}
-        report = compare(settings, with_values(config, rows), processes)
+        report = compare(settings, config.with_values(rows), processes)
         with merging_to(out):
             write_json(out / "merge_report.json", report)
         print_result(json.dumps(report))
@@ -191,7 +190,7 @@ def _as_merged(config: Config, out: str | None) -> Config:
     }
     if (Path(out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
         values |= {"model.tokenizer_path": None, "tokenizer.add_tokens": [], "tokenizer.add_special_tokens": []}
-    return with_values(config, values)
+    return config.with_values(values)
 
 
 def _log_probabilities(

@@ -26,16 +26,15 @@ from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
-from qlora_fsdp.config.check_data import mix_problems
-from qlora_fsdp.config.check_model import is_local_path
-from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
+from qlora_fsdp.config.checks.check_data import check_mix_values
+from qlora_fsdp.config.checks.check_model import is_local_path
+from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.commands import sweep_problems
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.expected_tokens import expect_tokens
 from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.choose_plan import MARGIN, Choice, choose, describe_choice, use_spare
@@ -203,7 +202,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     wanted = config.model.attn_implementation.value
     reason = why_not_packed(model, spec, wanted, planned_dtype(config.training.precision))
     packs_rows, notes = decide_packing(config.training.packing, model, config.task, reason)
-    return with_values(config, {"training.packing": packs_rows}), [f"Note: {note}" for note in notes]
+    return config.with_values({"training.packing": packs_rows}), [f"Note: {note}" for note in notes]
 
 
 def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
@@ -224,7 +223,7 @@ def _check(config: Config, hardware: Hardware) -> None:
     """Refuse settings that a plan can't be made of."""
     has_fp8 = hardware.gpu.fp8_tflops > 0
     world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda", has_fp8=has_fp8)
-    problems = [*check_settings(config, NEEDS), *mix_problems(config), *check_world(config, world)]
+    problems = [*check_settings(config, NEEDS), *check_mix_values(config.data), *check_world(config, world)]
     if config.memory.target_gib is not None and config.memory.target_gib > hardware.gpu.gib:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))

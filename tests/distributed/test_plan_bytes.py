@@ -93,7 +93,8 @@ def build(config: Config, dtype: torch.dtype) -> TaskModel:
     files = ModelFiles(None, AutoConfig.for_model(values.pop("model_type"), **values))
     keep, pad = list(config.lora.modules_to_save or []), byte_tokenizer().pad_token_id
     built = build_model(files, BuildSettings(config.quant, dtype, "sdpa", config.task, keep=keep, pad_token_id=pad))
-    return adapt_model(built, config.lora, TaskSpec.of(config), extend_tokenizer(byte_tokenizer(), config.tokenizer))
+    task = TaskSpec(config.task, config.preference)
+    return adapt_model(built, config.lora, task, extend_tokenizer(byte_tokenizer(), config.tokenizer))
 
 
 def place(model: TaskModel) -> None:

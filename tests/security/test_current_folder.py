@@ -140,8 +140,8 @@ def test_mlflow_is_told_where_to_go(downloaded: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("qlora_fsdp.config.trackers.find_spec", lambda name: name)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = load_config(["tracking=mlflow"])
-    (problem,) = check_trackers(config)
+    (problem,) = check_trackers(config.tracking)
     assert str(problem).startswith("tracking.report_to=[mlflow] needs MLFLOW_TRACKING_URI: without it MLflow takes ")
     assert f"MLFLOW_TRACKING_URI=sqlite:///{Path.home() / 'mlflow.db'}" in str(problem)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
-    assert list(check_trackers(config)) == []
+    assert list(check_trackers(config.tracking)) == []

@@ -23,7 +23,6 @@ from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
 from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.specs import TrackingSpec
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.records import run_folder
 from qlora_fsdp.records.journal import Journal
@@ -401,7 +400,7 @@ def test_a_run_goes_on_with_what_auto_chose():
     assert choices_of(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == slices, "as typed"
     size = {**slices, "training.micro_batch_size": 2}
     assert choices_of(checkpoint, config(*auto, "fsdp.reshard_after_forward=true"), 2) == size, "it asks for parts"
-    assert changes_of(checkpoint, with_values(config(*auto), kept), 2) == []
+    assert changes_of(checkpoint, config(*auto).with_values(kept), 2) == []
 
 
 def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):

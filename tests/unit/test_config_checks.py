@@ -15,8 +15,8 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.batch_size import round_default
-from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
-from qlora_fsdp.config.launch_environment import check_launch_environment, follow_launcher
+from qlora_fsdp.config.checks.check_launch import check_launch_environment, follow_launcher
+from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.world import World
@@ -66,7 +66,7 @@ def test_every_kind_of_file_that_is_read_is_missed() -> None:
 def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in ("check_settings", "trackers"):
+    for module in ("checks.check_model", "trackers"):
         monkeypatch.setattr(f"qlora_fsdp.config.{module}.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))  # without .netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -11,7 +11,7 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp import evaluate, preflight
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config as load_from_files
 from qlora_fsdp.config.compose import to_yaml

@@ -22,7 +22,7 @@ from qlora_fsdp import preflight
 from qlora_fsdp.__main__ import COMMANDS
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp import preflight
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -148,7 +148,7 @@ def test_a_model_of_ligers_classes_is_what_it_is_without_them(family: str):
         built = build_model(ModelFiles(None, config), BuildSettings(settings.quant, torch.bfloat16, "eager"))
         modules = list(built.model.modules())
         found = {found for module in modules if (found := find_gated(module)) is not None}
-        model = adapt_model(built, settings.lora, TaskSpec.of(settings), NO_TOKENS)
+        model = adapt_model(built, settings.lora, TaskSpec(settings.task, settings.preference), NO_TOKENS)
         return found, rewire(model, ComputeConfig(), KernelsConfig())
 
     stock = build()

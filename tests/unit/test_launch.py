@@ -22,7 +22,7 @@ import yaml
 from tests.helpers.lines import broken_pipe, read_lines
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.accelerate_file import check_accelerate_file
+from qlora_fsdp.config.checks.check_launch import check_accelerate_file
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.launch import local, multirun, sweep
 from qlora_fsdp.launch.command import divide_gpus, launch_command
@@ -360,7 +360,7 @@ def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeyp
 def test_a_file_of_accelerates_that_starts_other_ranks_than_it_says(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(text)
-    (problem,) = check_accelerate_file(load_config([*BASE, "-m", f"launch.config_file={file}"]))
+    (problem,) = check_accelerate_file(load_config([*BASE, "-m", f"launch.config_file={file}"]).launch)
     assert str(problem).startswith(f"launch.config_file={file} ") and reason in str(problem)
 
 
@@ -369,7 +369,9 @@ def test_a_file_of_accelerates_that_starts_other_ranks_than_it_says(tmp_path: Pa
 )
 def test_a_file_of_accelerates_that_starts_what_it_says(tmp_path: Path, text: str) -> None:
     (tmp_path / "own.yaml").write_text(text)
-    assert not list(check_accelerate_file(load_config([*BASE, "-m", f"launch.config_file={tmp_path / 'own.yaml'}"])))
+    assert not list(
+        check_accelerate_file(load_config([*BASE, "-m", f"launch.config_file={tmp_path / 'own.yaml'}"]).launch)
+    )
 
 
 def test_a_signal_after_the_ranks_have_ended_changes_nothing() -> None:

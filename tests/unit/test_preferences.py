@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.common import sizes
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.schema import (
     BadRows,
     Config,

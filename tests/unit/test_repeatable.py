@@ -10,7 +10,7 @@ from tests.helpers.quick_config import load_config
 from torch.utils import deterministic
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.launch_environment import check_launch_environment
+from qlora_fsdp.config.checks.check_launch import check_launch_environment
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.repeatable import VARIABLES, repeatable
 from qlora_fsdp.training.capture.batch_key import Key, with_room

@@ -14,7 +14,7 @@ from tests.helpers.quick_config import load_config
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.model.adapters.usage import describe_usage
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.model.rope import needed_factor, scale_rope, write_rope

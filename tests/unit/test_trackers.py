@@ -128,7 +128,7 @@ def test_names_as_in_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.delenv(name, raising=False)
 
     def complaints(*argv: str) -> list[str]:
-        return [str(problem) for problem in check_trackers(load_config(argv))]
+        return [str(problem) for problem in check_trackers(load_config(argv).tracking)]
 
     assert complaints("tracking.report_to=[wandb]") == [], "without a key it gets nothing, and a note says so"
     assert complaints("tracking.report_to=[aim]") == [

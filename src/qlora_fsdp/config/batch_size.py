@@ -6,16 +6,16 @@ chosen by nobody, and fits any number of ranks: it is rounded, and the log says 
 
 from __future__ import annotations
 
-from qlora_fsdp.config.schema import DEFAULT_GLOBAL_BATCH, Config
-from qlora_fsdp.config.written import with_values
+from qlora_fsdp.config.schema import DEFAULT_GLOBAL_BATCH, Config, DistributedConfig, TrainingConfig
 
 AUTO = "auto"  # a value of training.micro_batch_size
 
 
-def sequences_at_once(config: Config, num_ranks: int) -> int:
+def sequences_at_once(training: TrainingConfig, distributed: DistributedConfig, num_ranks: int) -> int:
     """Sequences of one forward pass on all ranks. A global batch is a multiple of them; `auto` divides what is left."""
-    size = config.training.micro_batch_size
-    return (size if isinstance(size, int) else 1) * config.distributed.num_groups(num_ranks)
+    size = training.micro_batch_size
+    micro_batch_size = size if isinstance(size, int) else 1
+    return micro_batch_size * distributed.num_groups(num_ranks)
 
 
 def nearest_batch(total: int, unit: int) -> int:
@@ -25,12 +25,13 @@ def nearest_batch(total: int, unit: int) -> int:
 
 def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
     """The settings with a default global batch that these ranks can share, and a note if it was rounded."""
-    total, unit = config.training.global_batch_size, sequences_at_once(config, num_ranks)
+    total = config.training.global_batch_size
+    unit = sequences_at_once(config.training, config.distributed, num_ranks)
     if total != DEFAULT_GLOBAL_BATCH or unit < 1 or total % unit == 0:
         return config, None
     rounded = nearest_batch(total, unit)
     note = f"training.global_batch_size={rounded}, the multiple of {unit} that is nearest to {total}, the default"
-    return with_values(config, {"training.global_batch_size": rounded}), note
+    return config.with_values({"training.global_batch_size": rounded}), note
 
 
 def describe_slices(sequence_length: int, num_slices: int) -> str:

@@ -23,7 +23,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub import loadable_name
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
 from qlora_fsdp.config.bounded_yaml import read_text
-from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings
+from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config, print_and_exit
 from qlora_fsdp.config.config_file import Sections
@@ -134,7 +134,7 @@ def load_command(
         config = load_config(rest, partial(check_settings, needs=needs), beneath=beneath)
     except ConfigError as error:
         raise ConfigError([_with_file(problem, file, saved) for problem in error.problems]) from None
-    refuse(list(order_problems(config, saved.get("task", {}).get("labels"), show("adapter", settings.adapter))))
+    refuse(list(order_problems(config.task, saved.get("task", {}).get("labels"), show("adapter", settings.adapter))))
     wants_code = wants_code and not typed & {"model", REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
         raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.startup import is_first_rank
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, help_text, parse_arguments
 from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
 from qlora_fsdp.config.hydra_files import (
@@ -140,11 +140,11 @@ def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) 
     if config.lora.start is None:
         return config, mistakes
     folder = find_start(config)
-    problems = start_problems(config, folder)
+    problems = start_problems(config.lora.start, folder)
     if problems:
         return config, [*mistakes, *problems]
     start = read_start(folder)
-    token = stand_ins.set(start.defaults(config))
+    token = stand_ins.set(start.defaults(config.model))
     try:
         register_defaults()
         config, mistakes = read_config(compose_all())
@@ -153,7 +153,7 @@ def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) 
         register_defaults()
     mistaken = {problem.setting for problem in mistakes}
     problems = [problem for problem in find_contradictions(config, start) if problem.setting not in mistaken]
-    settle_targets(config, start)
+    settle_targets(config.lora, start)
     return config, [*mistakes, *problems]
 
 

@@ -178,14 +178,18 @@ def value_of(config: schema.Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def is_default(config: schema.Config, key: str) -> bool:
-    """Whether the setting `key` has the schema's default."""
-    return bool(value_of(config, key) == all_settings()[key].default)
+def is_default(group: Any, key: str) -> bool:
+    """Whether the setting `key` has the schema's default; `group` is the section that it is in."""
+    return bool(_value_in(group, key) == all_settings()[key].default)
 
 
-def problem_with(config: schema.Config, key: str, reason: str, fix: str) -> Problem:
-    """Returns the problem that the setting `key` has with its present value."""
-    return problem_about(key, value_of(config, key), reason, fix)
+def problem_with(group: Any, key: str, reason: str, fix: str) -> Problem:
+    """Returns the problem that the setting `key` has with its present value; `group` is the section that it is in."""
+    return problem_about(key, _value_in(group, key), reason, fix)
+
+
+def _value_in(group: Any, key: str) -> Any:
+    return getattr(group, key.partition(".")[2])
 
 
 def problem_about(key: str, value: Any, reason: str, fix: str) -> Problem:

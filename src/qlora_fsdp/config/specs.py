@@ -52,11 +52,6 @@ class TaskSpec:
     settings: TaskConfig = field(default_factory=TaskConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
-    @classmethod
-    def of(cls, config: Config) -> TaskSpec:
-        """The task of a run."""
-        return cls(config.task, config.preference)
-
     @property
     def name(self) -> TaskName:
         """The task."""
@@ -133,7 +128,7 @@ class ModuleSpec:
         return cls(
             quant=config.quant,
             lora=config.lora,
-            task=TaskSpec.of(config),
+            task=TaskSpec(config.task, config.preference),
             kernels=config.kernels,
             compute=config.compute,
             router_aux_loss_coef=config.training.router_aux_loss_coef,
@@ -163,7 +158,7 @@ class BatchSpec:
     def of(cls, config: Config, size: int) -> BatchSpec:
         """The micro-batches of a run; its rows are packed unless it is sure that they are not."""
         return cls(
-            task=TaskSpec.of(config),
+            task=TaskSpec(config.task, config.preference),
             size=size,
             max_length=config.training.max_length,
             packs_rows=not config.is_padded,
@@ -209,7 +204,7 @@ class DataSpec:
         training = config.training
         return cls(
             settings=config.data,
-            task=TaskSpec.of(config),
+            task=TaskSpec(config.task, config.preference),
             max_length=training.max_length,
             packs_rows=training.packing is not False,
             seed=training.seed,

@@ -24,8 +24,8 @@ from qlora_fsdp.config.adapter_config import (
 from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
-from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Owner, Weights
-from qlora_fsdp.config.settings import keys_of, problem_about, problem_with, show, value_of
+from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Owner, TaskConfig, Weights
+from qlora_fsdp.config.settings import keys_of, problem_about, problem_with, show
 
 SETTING = "lora.start"
 FindStart = Callable[[Config], Path]  # where the adapter that lora.start names is to be read
@@ -61,18 +61,17 @@ class StartAdapter:
         """The adapter's value of a setting of `lora`."""
         return getattr(self.lora, key.removeprefix("lora."))
 
-    def defaults(self, config: Config) -> Sections:
-        """The values that replace the schema's defaults, given the settings without the adapter."""
-        model = config.model
-        names_model = (
-            model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint
-        )
-        lora = {
-            key.removeprefix("lora."): self.own_value(key) for key in (*keys_of(Owner.adapter), "lora.lora_dropout")
-        }
-        own = {} if names_model else self.model
-        rope = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
-        return {"lora": lora, "model": {**own, **rope}}
+    def defaults(self, model: ModelConfig) -> Sections:
+        """The values that replace the schema's defaults, given what `model` is without the adapter."""
+        lora_keys = (*keys_of(Owner.adapter), "lora.lora_dropout")
+        lora = {key.removeprefix("lora."): self.own_value(key) for key in lora_keys}
+        has_name = model.name != ModelConfig.name
+        is_made_up = model.weights is not Weights.checkpoint
+        names_model = has_name or is_made_up or model.path is not None
+        base = {} if names_model else dict(self.model)
+        if self.rope_scaling is not None:
+            base["rope_scaling"] = self.rope_scaling
+        return {"lora": lora, "model": base}
 
 
 def typed_folder(config: Config) -> Path:
@@ -81,10 +80,15 @@ def typed_folder(config: Config) -> Path:
     return Path(config.lora.start).expanduser()
 
 
-def start_problems(config: Config, folder: Path) -> list[Problem]:
-    """Returns why the folder can't be read as an adapter's; it is what `lora.start` names, or a run's copy of it."""
-    typed = str(config.lora.start)
-    return adapter_problems(typed if folder == typed_folder(config) else str(folder), SETTING)
+def start_problems(start: str, folder: Path) -> list[Problem]:
+    """Returns why the folder can't be read as an adapter's.
+
+    Args:
+        start: what `lora.start` names.
+        folder: that, or a run's copy of it.
+    """
+    is_typed = folder == Path(start).expanduser()
+    return adapter_problems(start if is_typed else str(folder), SETTING)
 
 
 def read_start(folder: Path) -> StartAdapter:
@@ -93,21 +97,30 @@ def read_start(folder: Path) -> StartAdapter:
     Raises:
         AdapterError, ConfigError: it is no LoRA adapter, or one that is not supported, or its files can't be used.
     """
-    base, saved, fingerprint = read_base_model(folder, SETTING), Sections(), None
+    base = read_base_model(folder, SETTING)
+    saved = Sections()
+    fingerprint = None
     file = folder / SETTINGS_FILE
     if file.is_file():
         saved, _ = read_foreign_settings(file)
         note = read_yaml(file, allows_aliases=False).get(BASE_FINGERPRINT)
         fingerprint = note if isinstance(note, str) else None
     _check_tables_are_trained(folder)
-    model = {name: value for name, value in saved.get("model", {}).items() if f"model.{name}" in keys_of(Owner.base)}
+    saved_model = saved.get("model", {})
+    model = {name: value for name, value in saved_model.items() if f"model.{name}" in keys_of(Owner.base)}
     if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
         model.pop("tokenizer_path", None)
-    labels = saved.get("task", {}).get("labels")
-    rope = saved.get("model", {}).get("rope_scaling") or None
-    lora, quant = read_lora(folder, SETTING), saved.get("quant", {})
-    system = saved.get("data", {}).get("system_prompt")
-    return StartAdapter(folder, lora, base, fingerprint, model or {"path": base}, quant, labels, rope, system)
+    return StartAdapter(
+        folder=folder,
+        lora=read_lora(folder, SETTING),
+        base=base,
+        fingerprint=fingerprint,
+        model=model or {"path": base},
+        quant=saved.get("quant", {}),
+        labels=saved.get("task", {}).get("labels"),
+        rope_scaling=saved_model.get("rope_scaling") or None,
+        system_prompt=saved.get("data", {}).get("system_prompt"),
+    )
 
 
 def _check_tables_are_trained(folder: Path) -> None:
@@ -116,7 +129,8 @@ def _check_tables_are_trained(folder: Path) -> None:
     Raises:
         AdapterError: there are some.
     """
-    saved, tables = read_adapter_config(folder, SETTING), read_untrained(folder, SETTING)
+    saved = read_adapter_config(folder, SETTING)
+    tables = read_untrained(folder, SETTING)
     tied = saved.get("ensure_weight_tying") and saved.get("modules_to_save")
     if tables and not tied:
         raise AdapterError(
@@ -127,48 +141,59 @@ def _check_tables_are_trained(folder: Path) -> None:
 
 
 def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem]:
-    """Yields the settings that somebody wrote and that the adapter does not have, and a base that is not its own.
-
-    `target_modules=all-linear` means what only the model can tell; it is compared when the model is built.
-    """
-    for key in keys_of(Owner.adapter):
-        value, own = value_of(config, key), start.own_value(key)
-        is_told_later = key == "lora.target_modules" and value == "all-linear"
-        has_no_meaning = key == "lora.experts" and value is True  # of a model that has none, or of targets without any
-        if _unordered(value) == _unordered(own) or is_told_later or has_no_meaning:
-            continue
-        reason = f"contradicts {show(SETTING, config.lora.start)}, whose adapter has {show(key, own)}."
-        if key == "lora.init_lora_weights":
-            reason = f"has no effect: the adapter starts from {show(SETTING, config.lora.start)}."
-        yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
-    yield from order_problems(config, start.labels, show(SETTING, config.lora.start))
+    """Yields the settings that somebody wrote and that the adapter does not have, and a base that is not its own."""
+    named = show(SETTING, config.lora.start)
+    yield from _compare_lora(config.lora, start)
+    yield from order_problems(config.task, start.labels, named)
     name = config.model.path or config.model.name
     if start.fingerprint is None and start.base is not None and not may_be_same(name, start.base):
-        reason = f"is not the base of {show(SETTING, config.lora.start)}, which was trained on {start.base}."
+        reason = f"is not the base of {named}, which was trained on {start.base}."
         fix = f"Set model.path={start.base}, or leave the model out. If both are one model, write the one's name as "
         fix += "base_model_name_or_path into the adapter's adapter_config.json."
-        yield problem_with(config, "model.path", reason, fix)
+        yield problem_with(config.model, "model.path", reason, fix)
 
 
-def order_problems(config: Config, labels: Any, adapter: str) -> Iterator[Problem]:
+def _compare_lora(lora: LoraConfig, start: StartAdapter) -> Iterator[Problem]:
+    """Yields settings of the adapter that it does not have.
+
+    `target_modules=all-linear` means what only the model can tell; it is compared when the model is built. And
+    `experts=true` means nothing of a model that has none, or of targets without any.
+    """
+    named = show(SETTING, lora.start)
+    for key in keys_of(Owner.adapter):
+        value = getattr(lora, key.removeprefix("lora."))
+        own = start.own_value(key)
+        is_told_later = key == "lora.target_modules" and value == "all-linear"
+        has_no_meaning = key == "lora.experts" and value is True
+        if _unordered(value) == _unordered(own) or is_told_later or has_no_meaning:
+            continue
+        reason = f"contradicts {named}, whose adapter has {show(key, own)}."
+        if key == "lora.init_lora_weights":
+            reason = f"has no effect: the adapter starts from {named}."
+        yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
+
+
+def order_problems(task: TaskConfig, labels: Any, adapter: str) -> Iterator[Problem]:
     """Yields the problem of labels that are an adapter's own in another order: its head would mean others by them.
 
     Args:
-        config: the settings.
+        task: the section `task`.
         labels: the adapter's labels, as its folder has them.
         adapter: what the user calls the adapter.
     """
-    own = config.task.labels
-    if own is not None and isinstance(labels, list) and own != labels and sorted(own) == sorted(map(str, labels)):
+    own = task.labels
+    if own is None or not isinstance(labels, list):
+        return
+    if own != labels and sorted(own) == sorted(map(str, labels)):
         reason = f"has the labels of {adapter} in another order, and the outputs of its head are in that of"
         reason += f" {show('task.labels', labels)}."
-        yield problem_with(config, "task.labels", reason, "Write them in that order.")
+        yield problem_with(task, "task.labels", reason, "Write them in that order.")
 
 
-def settle_targets(config: Config, start: StartAdapter) -> None:
+def settle_targets(lora: LoraConfig, start: StartAdapter) -> None:
     """Takes the adapter's word on experts, where what was written says nothing else."""
-    if config.lora.target_modules != "all-linear":
-        config.lora.experts = start.lora.experts
+    if lora.target_modules != "all-linear":
+        lora.experts = start.lora.experts
 
 
 def _unordered(value: Any) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.schema import Config, TrackerName, TrackingConfig, WandbMode
+from qlora_fsdp.config.schema import TrackerName, TrackingConfig, WandbMode
 from qlora_fsdp.config.settings import problem_with
 
 HOW_TO_LOG_IN = "Run `wandb login`, or set WANDB_API_KEY"
@@ -47,7 +47,8 @@ def wandb_mode(tracking: TrackingConfig) -> WandbMode:
     mode = tracking.wandb_mode
     if mode is not WandbMode.auto:
         return mode
-    if (told := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
+    told = os.environ.get("WANDB_MODE")
+    if told in ("online", "offline", "disabled"):
         return WandbMode(told)
     return WandbMode.online if _has_wandb_key() else WandbMode.disabled
 
@@ -57,61 +58,61 @@ def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or _saved_host()).hostname or ""
-    names = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")
-    for file in (Path(name).expanduser() for name in names if name):
+    for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        if not name:
+            continue
         try:
-            if netrc.netrc(str(file)).authenticators(host) is not None:
+            if netrc.netrc(str(Path(name).expanduser())).authenticators(host) is not None:
                 return True
         except (OSError, netrc.NetrcParseError):
             continue
     return False
 
 
-def check_trackers(config: Config) -> Iterator[Problem]:
+def check_trackers(tracking: TrackingConfig) -> Iterator[Problem]:
     """Yields why a tracker that is asked for can't be used."""
-    unknown = sorted(set(config.tracking.report_to) - {name.value for name in TrackerName})
+    unknown = sorted(set(tracking.report_to) - {name.value for name in TrackerName})
     if unknown:
         known = ",".join(name.value for name in TrackerName)
         reason = f"names {', '.join(unknown)}, which is no tracker here."
-        yield problem_with(config, "tracking.report_to", reason, f"Set some of tracking.report_to=[{known}].")
-    for name in trackers_of(config.tracking):
+        yield problem_with(tracking, "tracking.report_to", reason, f"Set some of tracking.report_to=[{known}].")
+    for name in trackers_of(tracking):
         if find_spec(name.value) is None:
             reason = f"needs the package {name.value}, which is not installed."
             fix = f"Run pip install {name.value}, or set tracking=none."
-            yield problem_with(config, "tracking.report_to", reason, fix)
-    yield from _settings_of_the_current_folder(config)
-    mode = config.tracking.wandb_mode
-    if TrackerName.wandb not in _named(config.tracking):
+            yield problem_with(tracking, "tracking.report_to", reason, fix)
+    yield from _check_current_folder(tracking)
+    mode = tracking.wandb_mode
+    if TrackerName.wandb not in _named(tracking):
         if mode not in (WandbMode.auto, WandbMode.disabled):
             reason = "has no effect: tracking.report_to does not name W&B."
-            yield problem_with(config, "tracking.wandb_mode", reason, "Set tracking=wandb too, or leave it out.")
+            yield problem_with(tracking, "tracking.wandb_mode", reason, "Set tracking=wandb too, or leave it out.")
     elif mode is WandbMode.online and not _has_wandb_key():
         reason = "needs a key, and W&B has none here."
         fix = f"{HOW_TO_LOG_IN}; or set tracking.wandb_mode=offline, which keeps W&B's files in the run folder."
-        yield problem_with(config, "tracking.wandb_mode", reason, fix)
+        yield problem_with(tracking, "tracking.wandb_mode", reason, fix)
 
 
-def _settings_of_the_current_folder(config: Config) -> Iterator[Problem]:
+def _check_current_folder(tracking: TrackingConfig) -> Iterator[Problem]:
     """Yields why a tracker would let the current folder say whom it connects to."""
-    trackers, folder = trackers_of(config.tracking), Path.cwd()
-    for name in WANDB_SETTINGS if TrackerName.wandb in trackers else ():
-        if (folder / name).exists():
-            reason = (
-                f"would let W&B take its settings from {folder / name}: from the current folder, whoever wrote it. "
-            )
-            reason += "They say which server gets your key."
-            fix = f"Remove {name}, or start in another folder. If it is yours, say the same by W&B's environment "
-            fix += (
-                "variables (WANDB_BASE_URL, ...), in ~/.config/wandb/settings, or by tracking.wandb_mode=offline and "
-            )
-            fix += "tracking.entity."
-            yield problem_with(config, "tracking.report_to", reason, fix)
+    trackers = trackers_of(tracking)
+    folder = Path.cwd()
+    names = WANDB_SETTINGS if TrackerName.wandb in trackers else ()
+    for name in names:
+        if not (folder / name).exists():
+            continue
+        reason = f"would let W&B take its settings from {folder / name}: from the current folder, whoever wrote it. "
+        reason += "They say which server gets your key."
+        fix = f"Remove {name}, or start in another folder. If it is yours, say the same by W&B's environment "
+        fix += "variables (WANDB_BASE_URL, ...), in ~/.config/wandb/settings, or by tracking.wandb_mode=offline and "
+        fix += "tracking.entity."
+        yield problem_with(tracking, "tracking.report_to", reason, fix)
     if TrackerName.mlflow in trackers and not os.environ.get(MLFLOW_ADDRESS):
         reason = f"needs {MLFLOW_ADDRESS}: without it MLflow takes mlflow.db or mlruns of the current folder, whoever "
         reason += "wrote them. They say where files are sent."
         fix = "Export it: the address of a server, or a file of yours, "
         fix += f"{MLFLOW_ADDRESS}=sqlite:///{Path.home() / 'mlflow.db'}."
-        yield problem_with(config, "tracking.report_to", reason, fix)
+        yield problem_with(tracking, "tracking.report_to", reason, fix)
 
 
 def _named(tracking: TrackingConfig) -> list[TrackerName]:

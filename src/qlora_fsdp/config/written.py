@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
@@ -48,16 +47,6 @@ def note_written(config: Config, composed: Mapping[str, Any]) -> None:
 def is_hidden(config: Config, key: str) -> bool:
     """Whether the environment gave the value of a setting, so that the files of a run must not have it."""
     return public_value(config, key) is not value_of(config, key)
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """A copy of the settings with other values, by their keys. It still knows what was written for the others."""
-    changed = config
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-    changed.written = config.written
-    return changed
 
 
 def public_value(config: Config, key: str) -> Any:

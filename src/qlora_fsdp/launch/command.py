@@ -9,7 +9,7 @@ from pathlib import Path
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.common.files import shipped_file
 from qlora_fsdp.common.nvidia_smi import query_gpus
-from qlora_fsdp.config.accelerate_file import read_accelerate_file
+from qlora_fsdp.config.checks.check_launch import read_accelerate_file
 from qlora_fsdp.config.schema import LaunchConfig
 from qlora_fsdp.config.settings import problem_about
 

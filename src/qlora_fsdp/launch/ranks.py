@@ -21,7 +21,7 @@ import psutil
 
 from qlora_fsdp.common.errors import Interrupted, Problem, RankError, UserError, print_error, refuse
 from qlora_fsdp.common.startup import NO_RUN, PARENT_PID, announce
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
@@ -64,7 +64,7 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
         ConfigError: there are too few GPUs, or settings of `launch` can't be used for one command.
     """
     if config.launch.parallel > 1:
-        refuse([problem_with(config, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
+        refuse([problem_with(config.launch, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
     (slot,) = divide_gpus(config.launch, environ)
     return Plan(count_ranks(config.launch, slot), slot)
 

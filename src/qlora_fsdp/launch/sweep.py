@@ -26,7 +26,7 @@ from omegaconf import DictConfig, open_dict
 from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.terminal import say
-from qlora_fsdp.config.check_settings import check_split
+from qlora_fsdp.config.checks.check_settings import check_split
 from qlora_fsdp.config.compose import read_composed
 from qlora_fsdp.config.hydra_files import FOLDER_SCHEME
 from qlora_fsdp.config.identity import find_changes, plain_settings, read_settings

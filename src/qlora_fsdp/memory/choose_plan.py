@@ -14,9 +14,8 @@ from math import gcd, inf
 from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO
-from qlora_fsdp.config.check_training import check_context_parallel, why_no_tiles
+from qlora_fsdp.config.checks.check_training import check_context_parallel, explain_no_tiles
 from qlora_fsdp.config.schema import ShardingStrategy
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import describe_policies, plans_of_policies
 from qlora_fsdp.memory.model_bytes import ModelBytes
@@ -103,7 +102,14 @@ def ways_to_share(work: Workload) -> Iterator[Workload]:
     most = gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
     for num_slices in range(2, most + 1):
         shared = _with_values(work, {"distributed.context_parallel": num_slices})
-        is_possible = most % num_slices == 0 and next(check_context_parallel(shared.config), None) is None
+        conflicts = check_context_parallel(
+            shared.config.distributed,
+            config.task.name,
+            config.training,
+            config.tracking,
+            config.model.attn_implementation,
+        )
+        is_possible = most % num_slices == 0 and next(conflicts, None) is None
         if is_possible and work.model.why_not_sliced(shared.batch) is None:
             yield shared
 
@@ -146,7 +152,7 @@ def with_strategy(work: Workload, strategy: ShardingStrategy) -> Workload:
 
 def _with_values(work: Workload, values: Mapping[str, Any]) -> Workload:
     """The same run under other settings, by their keys."""
-    return replace(work, config=with_values(work.config, values))
+    return replace(work, config=work.config.with_values(values))
 
 
 def _speed(choice: Choice, gpu: Gpu) -> float:
@@ -209,7 +215,7 @@ def with_tiles(work: Workload) -> Workload | None:
     """The run with tiles, if that is open and a micro-batch is long enough for them to help."""
     memory = work.config.memory
     is_long = work.is_cuda and work.num_tokens > MAX_TOKENS
-    if memory.tile_tokens != AUTO or not is_long or why_no_tiles(work.config) is not None:
+    if memory.tile_tokens != AUTO or not is_long or explain_no_tiles(work.config.lora) is not None:
         return None
     return _with_values(work, {"memory.tile_tokens": TILE_TOKENS})
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from qlora_fsdp.common.text import format_table
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose_plan import describe_choice, ways_to_share, with_tiles
 from qlora_fsdp.memory.gpus import GPUS_A_HOST, Gpu, Hardware
 from qlora_fsdp.memory.ladders import fixed_policies
@@ -51,13 +50,12 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
 
 def _smallest_plan(work: Workload, length: int) -> MemoryPlan:
     """The plan that needs least for rows of `length` tokens, within what the settings say."""
-    config = with_values(
-        work.config,
+    config = work.config.with_values(
         {
             "training.max_length": length,
             "training.micro_batch_size": 1,
             "training.global_batch_size": work.num_groups,
-        },
+        }
     )
     work = replace(work, config=config, micro_batch_size=1)
     work = with_tiles(work) or work
@@ -103,7 +101,7 @@ def describe_longest(
 
 def _most_shared(work: Workload) -> Workload:
     """The run with as many ranks that share each row as there can be, if that is open."""
-    long = replace(work, config=with_values(work.config, {"training.max_length": FIRST[-1]}))
+    long = replace(work, config=work.config.with_values({"training.max_length": FIRST[-1]}))
     return [long, *ways_to_share(long)][-1]
 
 

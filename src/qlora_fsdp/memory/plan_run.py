@@ -223,7 +223,7 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
             lower += ", or set lora.experts=false"
         more = f"{lower}: adapters take {adapters / GIB:.2f} GiB of it."
     if config.memory.target_gib is not None:
-        raise ConfigError([problem_with(config, "memory.target_gib", reason, more)])
+        raise ConfigError([problem_with(config.memory, "memory.target_gib", reason, more)])
     raise MemoryShortage(f"The free memory of {machine.target / GIB:.2f} GiB (less 5 %) {reason} {more}")
 
 

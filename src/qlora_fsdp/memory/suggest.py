@@ -10,7 +10,6 @@ from typing import Any
 from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose_plan import Choice, choose, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.ladders import fixed_policies
@@ -135,7 +134,7 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
         config, _ = round_default(work.config, num_ranks)
         total = config.training.global_batch_size
         if total is not None and total % config.distributed.num_groups(num_ranks):
-            config = with_values(config, {"training.global_batch_size": None, "training.micro_batch_size": 1})
+            config = config.with_values({"training.global_batch_size": None, "training.micro_batch_size": 1})
         more = replace(work, config=config, num_ranks=num_ranks, local_num_ranks=min(num_ranks, 8))
         choice = choose(more, target, gpu)
         if choice.fits:
@@ -208,7 +207,7 @@ def _change(work: Workload, some: Sequence[_Values], target: float, gpu: Gpu) ->
 
 
 def _changed(work: Workload, values: _Values) -> Workload:
-    config = with_values(work.config, dict(values))
+    config = work.config.with_values(dict(values))
     size = config.training.micro_batch_size
     return replace(work, config=config, micro_batch_size=work.micro_batch_size if size == AUTO else size)
 

@@ -14,7 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.common.module_names import limited_matching
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
-from qlora_fsdp.config.check_model import int8_embeddings_problem
+from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts

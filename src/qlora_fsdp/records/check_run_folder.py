@@ -17,7 +17,7 @@ from pathlib import Path
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.check_settings import check_settings, check_world
+from qlora_fsdp.config.checks.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config, RunConfig
 from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World

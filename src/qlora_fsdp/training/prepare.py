@@ -18,7 +18,6 @@ from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, ModuleSpec, RunSpec, ShardSpec, StepSpec, TrackingSpec
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
@@ -119,14 +118,14 @@ def prepare(
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     kernels, missing = replace_missing(ModuleSpec.of(config), config.training.precision, device)
-    config = with_values(config, {"kernels.fuse_layers": kernels.fuse_layers})
+    config = config.with_values({"kernels.fuse_layers": kernels.fuse_layers})
     assembled = assemble_for_training(start, config, processes)
     model, meta = assembled.model, assembled.meta
     base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
-    settled = with_values(config, {"training.packing": assembled.spec.packs_rows})
+    settled = config.with_values({"training.packing": assembled.spec.packs_rows})
     run_plan = _plan_memory(settled, assembled, machine, processes, choices)
     inputs = InputOffload(run_plan.offloaded_bytes)
     set_activation_policy(model.layers, run_plan.policies, inputs)
@@ -183,7 +182,7 @@ def _plan_memory(
     """Choose what the settings leave open, change the model accordingly, and hold the GPU to its memory target."""
     model, device = assembled.model, processes.device
     # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
-    own = _plan(with_values(config, choices), assembled, machine) if processes.is_main else None
+    own = _plan(config.with_values(choices), assembled, machine) if processes.is_main else None
     may_choose_anew = not config.optim.name.keeps_state_by_rank  # which fits no other shards
     if own is not None and choices and not own.fits and may_choose_anew:
         shown = ", ".join(show(key, value) for key, value in choices.items())

@@ -17,12 +17,11 @@ from qlora_fsdp.common.errors import HubError, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
-from qlora_fsdp.config.check_settings import check_world
+from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.schema import Config, HubConfig, Weights
 from qlora_fsdp.config.world import World
-from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
@@ -89,7 +88,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         changes = []
         if checkpoint is not None:
             choices = choices_of(checkpoint, config, processes.num_ranks)
-            settings = settings_of(plain_settings(with_values(config, choices)), processes.num_ranks)
+            settings = settings_of(plain_settings(config.with_values(choices)), processes.num_ranks)
             changes = check_changes(checkpoint, settings, config.optim.name, processes.num_ranks)
         open_run_folder(folder, config, processes, keep_records=is_own(checkpoint, config.run))
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))

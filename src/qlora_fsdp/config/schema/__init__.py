@@ -7,7 +7,8 @@ docs/configuration.md is generated from it. Nothing here imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qlora_fsdp.config.schema.data import (
@@ -142,6 +143,16 @@ class Config:
     def __post_init__(self) -> None:
         """Add `written`: by key, the text of settings that contained a `${...}` (see `written.py`)."""
         self.written: dict[str, Any] = {}
+
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """A copy with other values, by their keys. It still knows what was written for the others."""
+        changed = self
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            group = replace(getattr(changed, section), **{name: value})
+            changed = replace(changed, **{section: group})
+        changed.written = self.written
+        return changed
 
     @property
     def is_padded(self) -> bool:

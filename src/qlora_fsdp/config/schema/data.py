@@ -139,6 +139,11 @@ class DataConfig:
     cache_folder: str | None = setting(None, Run.same, ALWAYS, hosts=Hosts.place)
 
     @property
+    def has_evaluation(self) -> bool:
+        """Whether there are rows to evaluate on: other data, or a part of the rows."""
+        return self.eval_path is not None or self.eval_fraction > 0
+
+    @property
     def is_default(self) -> bool:
         """Whether a run takes the data of those who name none."""
         return bool(self.path == DEFAULT_DATA)

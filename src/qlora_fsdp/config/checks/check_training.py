@@ -1,0 +1,159 @@
+"""Checks of the settings of training, sharding, memory, checkpoints and uploads. Part of `check_settings`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub import is_repo_name
+from qlora_fsdp.common.text import is_whole
+from qlora_fsdp.config.checks.check_model import NO_FLOAT16
+from qlora_fsdp.config.schema import (
+    AttnImplementation,
+    CheckpointConfig,
+    DataConfig,
+    DataFormat,
+    DistributedConfig,
+    Dtype,
+    FsdpConfig,
+    HubConfig,
+    LoraConfig,
+    MemoryConfig,
+    OnBadStep,
+    OptimConfig,
+    ShardingStrategy,
+    TaskName,
+    TrackingConfig,
+    TrainingConfig,
+)
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show
+
+_WHOLE = "a rank has slices, and this needs whole sequences"
+_OF_SLICES = "a mask is of a slice, and only attention that is told where rows start sees all of a sequence"
+
+
+def check_fsdp(fsdp: FsdpConfig, optim: OptimConfig) -> Iterator[Problem]:
+    """Yields what contradicts the way in which parameters are sharded."""
+    if fsdp.cpu_offload and fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
+        reason = "needs shards to offload, and fsdp.sharding_strategy=NO_SHARD makes none."
+        yield problem_with(fsdp, "fsdp.cpu_offload", reason, "Set fsdp=offload, or fsdp.cpu_offload=false.")
+    if fsdp.cpu_offload and optim.name.is_for_gpus:
+        reason = "keeps its state on the GPU, and with fsdp.cpu_offload=true the parameters are on the CPU."
+        yield problem_with(optim, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
+    if fsdp.reshard_after_forward and not fsdp.reshards:
+        reason = f"contradicts {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}, with which no layer is freed."
+        fix = "Set fsdp=full_shard, or fsdp.reshard_after_forward=null."
+        yield problem_with(fsdp, "fsdp.reshard_after_forward", reason, fix)
+
+
+def check_tiles(memory: MemoryConfig, lora: LoraConfig) -> Iterator[Problem]:
+    """Yields why layers can't be computed in tiles, where somebody asks for it."""
+    reason = explain_no_tiles(lora)
+    if is_whole(memory.tile_tokens) and reason is not None:
+        yield problem_with(memory, "memory.tile_tokens", f"can't be used: {reason}.", "Set memory.tile_tokens=auto.")
+
+
+def explain_no_tiles(lora: LoraConfig) -> str | None:
+    """Why layers can't be computed in tiles; None if they can."""
+    if lora.lora_dropout > 0:
+        return "backward computes a tile again, and lora.lora_dropout would drop other values then"
+    return None
+
+
+def check_optim(optim: OptimConfig, max_steps: int | None) -> Iterator[Problem]:
+    """Yields what is wrong with the optimizer's settings, given training.max_steps."""
+    are_decays = len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas)
+    if not are_decays:
+        fix = "Set optim.betas=[0.9,0.999], the default."
+        yield problem_with(optim, "optim.betas", "must be two numbers from 0 to below 1.", fix)
+    if optim.warmup_steps is not None and max_steps is not None and optim.warmup_steps >= max_steps:
+        reason = f"leaves no step after the warmup: training.max_steps={max_steps}."
+        yield problem_with(optim, "optim.warmup_steps", reason, "Set it below training.max_steps.")
+
+
+def check_steps(training: TrainingConfig, data: DataConfig) -> Iterator[Problem]:
+    """Yields what is wrong with the steps themselves."""
+    if training.micro_batch_size == "auto" and training.global_batch_size is None:
+        reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
+        fix = "Set training.global_batch_size=16, the default, or training.micro_batch_size=1."
+        yield problem_with(training, "training.micro_batch_size", reason, fix)
+    if training.precision is Dtype.float16:
+        yield problem_with(training, "training.precision", NO_FLOAT16, "Set training.precision=auto.")
+    has_end = training.max_steps is not None or data.max_rows is not None
+    if data.format is DataFormat.random and not has_end:
+        reason = "sets no end, and random data (data.format=random) has none."
+        yield problem_with(training, "training.max_steps", reason, "Set training.max_steps=10.")
+
+
+def check_repeatable(training: TrainingConfig, attention: AttnImplementation) -> Iterator[Problem]:
+    """Yields why a run would not repeat to the bit, where it is to."""
+    if training.deterministic and not attention.is_repeatable:
+        key = "model.attn_implementation"
+        reason = "adds gradients in any order, and training.deterministic=true asks for one."
+        yield Problem(show(key, attention), reason, f"Set {key}=auto.", setting=key)
+
+
+def check_checkpoints(checkpoint: CheckpointConfig, training: TrainingConfig) -> Iterator[Problem]:
+    """Yields what is wrong with `checkpoint`, and what needs checkpoints and has none."""
+    for key in checkpoint.allow_changes:
+        if key not in all_settings():
+            nearest = nearest_settings(key)
+            fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
+            yield problem_with(checkpoint, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
+    if checkpoint.keep_best > 0 and not _are_evaluated(checkpoint.every_steps, training.eval_every_steps):
+        reason = "needs an evaluation at the step of every checkpoint."
+        fix = "Set training.eval_every_steps and checkpoint.every_steps, this a multiple of that."
+        yield problem_with(checkpoint, "checkpoint.keep_best", reason, fix)
+    has_none = checkpoint.every_steps is None and checkpoint.every_minutes is None
+    if training.on_bad_step is OnBadStep.rollback and has_none:
+        fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
+        yield problem_with(training, "training.on_bad_step", "has no checkpoints to go back to.", fix)
+
+
+def _are_evaluated(every_steps: int | None, eval_every_steps: int | None) -> bool:
+    """Whether there is an evaluation at the step of every checkpoint."""
+    if every_steps is None or eval_every_steps is None or eval_every_steps < 1:
+        return False
+    return every_steps % eval_every_steps == 0
+
+
+def check_context_parallel(
+    distributed: DistributedConfig,
+    task: TaskName,
+    training: TrainingConfig,
+    tracking: TrackingConfig,
+    attention: AttnImplementation,
+) -> Iterator[Problem]:
+    """Yields settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set.
+
+    Args:
+        distributed: the section `distributed`.
+        task: task.name.
+        training: the section `training`.
+        tracking: the section `tracking`.
+        attention: model.attn_implementation.
+    """
+    if distributed.num_slices == 1:
+        return
+    refused: list[tuple[str, Any, str]] = []
+    if task is not TaskName.causal_lm:
+        refused.append(("task.name", task, _WHOLE))
+    if training.router_aux_loss_coef > 0:
+        refused.append(("training.router_aux_loss_coef", training.router_aux_loss_coef, _WHOLE))
+    if tracking.num_generations > 0:
+        refused.append(("tracking.num_generations", tracking.num_generations, _WHOLE))
+    if not attention.may_share_sequences:
+        refused.append(("model.attn_implementation", attention, _OF_SLICES))
+    for key, value, why in refused:
+        reason = f"can't be used with {show(key, value)}: {why}."
+        fix = f"Set distributed.context_parallel=1, or {show(key, all_settings()[key].default)}."
+        yield problem_with(distributed, "distributed.context_parallel", reason, fix)
+
+
+def check_hub(hub: HubConfig) -> Iterator[Problem]:
+    """Yields why there is no repository to upload to."""
+    if hub.push and hub.repo is None:
+        yield problem_with(hub, "hub.repo", "names no repository for hub.push=true.", "Set hub.repo=ORG/NAME.")
+    elif hub.repo is not None and not is_repo_name(hub.repo):
+        yield problem_with(hub, "hub.repo", "can't be the name of a repository.", "Set hub.repo=ORG/NAME.")
