@@ -47,7 +47,9 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   out=DIR             a new folder, or one in which the same merge was cut off, which is finished
   base=full           onto the base's own weights (default). base=dequantized: onto the quantized ones that the adapter
                       was trained on
-  quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4)
+  quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4). With
+                      base=dequantized and the format of training, changed weights are rounded up or down at random:
+                      to the nearest, the rounding would take the adapter away
   report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
   report_rows=8       how many of them
   other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
@@ -56,7 +58,7 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
 
 examples:
   qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
-  qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 base=dequantized quantize=nf4
+  qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 quantize=nf4
 """
 
 MAX_REPORT_TOKENS = 512  # per row, because the logits of all rows are held at once
@@ -98,16 +100,21 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         log.info(_describe_export(adapter, out, renamed))
         return
     is_there = (out / "config.json").is_file()  # which a merge writes last
-    merge_files(
-        Merge(
-            assemble_trained(built_as, settings, processes),
-            adapter,
-            out,
-            settings.base == "dequantized",
-            cast(Any, settings.quantize),  # `_check` has refused anything else
-            processes.device,
-        )
+    merged = Merge(
+        assemble_trained(built_as, settings, processes),
+        adapter,
+        out,
+        settings.base == "dequantized",
+        cast(Any, settings.quantize),  # `_check` has refused anything else
+        processes.device,
     )
+    merge_files(merged)
+    if merged.rounding == "random":
+        log.info(
+            f"Weights of the dequantized base lie on the grid of {settings.quantize}. Those that the adapter changes "
+            "were rounded to it at random, up or down in proportion, with a fixed seed; to the nearest, the rounding "
+            "would have taken most of the adapter away."
+        )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
     if settings.report_data is not None:

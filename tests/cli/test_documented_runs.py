@@ -30,7 +30,7 @@ GENERATE = 'qlora-fsdp generate adapter=outputs/run/adapter prompt="What does te
 COMPLETE = "qlora-fsdp generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl"
 CHAT = "qlora-fsdp chat adapter=outputs/run/adapter temperature=0.7 top_p=0.9"
 MERGE = "qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl"
-MERGE_NF4 = "qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 base=dequantized quantize=nf4"
+MERGE_NF4 = "qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 quantize=nf4"
 AGAIN = "--config outputs/first/config.yaml run.name=second"
 
 # The page, what stands there, what is typed here, and what is printed, or the file that is written.

@@ -184,6 +184,33 @@ def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: P
     torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
 
 
+def test_what_an_adapter_adds_to_codes_is_kept_on_average(adapters, tmp_path: Path, capsys):
+    """Rounded to the nearest, changes that are small beside the format's steps would vanish."""
+    found = {}
+    for name, more in {"base": [], "16 bits": [], "nf4": ["quantize=nf4"]}.items():
+        adapter = shutil.copytree(adapters["llama"], tmp_path / f"adapter {name}")
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        factor = 0.0 if name == "base" else 0.05
+        scaled = {key: value * factor if "lora_B" in key else value for key, value in tensors.items()}
+        save_file(scaled, adapter / "adapter_model.safetensors", {"format": "pt"})
+        out = tmp_path / name
+        assert merge.main([f"adapter={adapter}", f"out={out}", "base=dequantized", *more]) == 0
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, device_map={"": "cpu"})
+        layer = model.model.layers[1].mlp.up_proj
+        is_quantized = isinstance(layer, bnb.nn.Linear4bit)
+        weight = layer.weight
+        values = bnb.functional.dequantize_4bit(weight.data, weight.quant_state) if is_quantized else weight
+        found[name] = values.detach().double()
+    assert "at random" in capsys.readouterr().err and is_quantized
+    change = found["16 bits"] - found["base"]
+    kept = float(((found["nf4"] - found["base"]) * change).sum() / change.square().sum())
+    to_nearest = bnb.functional.quantize_4bit(found["16 bits"].float(), quant_type="nf4", compress_statistics=True)
+    nearest = bnb.functional.dequantize_4bit(*to_nearest).double()
+    lost = float(((nearest - found["base"]) * change).sum() / change.square().sum())
+    print(kept, lost, float(change.abs().max()))
+    assert 0.7 < kept < 1.3 and lost < 0.3
+
+
 @pytest.mark.parametrize(
     ("family", "adapted", "why"),
     [("llama4_text", "q_proj", "a layer for each expert"), ("falcon", "query_key_value", "of FalconForCausalLM")],

@@ -98,6 +98,7 @@ def _open_folder(merge: Merge) -> None:
         "scaling": {key: lora.get(key) for key in SCALING},
         "dequantized": merge.dequantized,
         "quantize": merge.quantize,
+        "rounding": merge.rounding,
     }
     merge.out.mkdir(parents=True, exist_ok=True)
     file = merge.out / RECORD_NAME

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.inference.changes import ParameterChange
+from qlora_fsdp.inference.random_rounding import round_at_random
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.model.assemble import AssembledModel
@@ -55,6 +56,12 @@ class Merge:
     def meta(self) -> MetaModel:
         """The base on meta, and what fills it."""
         return self.trained.meta
+
+    @property
+    def rounding(self) -> Literal["nearest", "random"]:
+        """How changed weights are rounded to the format of the result (inference/random_rounding.py)."""
+        is_random = any(is_rounded_at_random(assignment, self) for assignment in self.meta.assignments)
+        return "random" if is_random else "nearest"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,6 +191,9 @@ class WeightMerger:
             if magnitude is not None:  # the norms of the rows, which DoRA trains apart (arXiv:2402.09353, equation 5)
                 norms = torch.linalg.vector_norm(values, dim=1)
                 values.mul_((magnitude[start:stop] / norms).unsqueeze(1))
+            if change is not None and is_rounded_at_random(assignment, self.merge):
+                quant_type = assignment.layer.format.quant_type
+                values = round_at_random(values, quant_type, assignment.name, start * rows.shape[1])
             target.copy_(values)
             start = stop
 
@@ -206,6 +216,14 @@ class WeightMerger:
         )
         fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
         return layer
+
+
+def is_rounded_at_random(assignment: Assignment, merge: Merge) -> bool:
+    """Whether a weight that the adapter changes lies on the grid of the format in which it is written."""
+    if not (merge.dequantized and assignment.is_quantized and takes_codes(assignment.module, merge)):
+        return False
+    stored_as = assignment.layer.format
+    return stored_as.quant_type == merge.quantize and stored_as.blocksize == BLOCKSIZE
 
 
 def _dequantize(layer: QuantizedLinear, start: int, stop: int) -> Tensor:
