@@ -167,7 +167,7 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
     from torch.nn import functional as F
 
     trained = _log_probabilities(config, settings, settings.report_rows, processes)
-    as_merged = _as_merged(config, settings.out)
+    as_merged = config.with_values(_values_of_merged(settings.out))
     merged = _log_probabilities(as_merged, BaseAndAdapterSettings(), settings.report_rows, processes)
     divergences, losses = [], []
     for (old, targets), (new, _) in zip(trained, merged, strict=True):
@@ -186,8 +186,8 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
     }
 
 
-def _as_merged(config: Config, out: str | None) -> Config:
-    """The settings of the merged model: it is in full precision, unless its own config.json says otherwise."""
+def _values_of_merged(out: str | None) -> dict[str, Any]:
+    """What settings are for the merged model: it is in full precision, unless its own config.json says otherwise."""
     values: dict[str, Any] = {
         "task.name": TaskName.causal_lm,
         "model.path": out,
@@ -197,7 +197,7 @@ def _as_merged(config: Config, out: str | None) -> Config:
     }
     if (Path(out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
         values |= {"model.tokenizer_path": None, "tokenizer.add_tokens": [], "tokenizer.add_special_tokens": []}
-    return config.with_values(values)
+    return values
 
 
 def _log_probabilities(

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
 
             return start_jobs(arguments, os.environ)
         config = load_config(argv, check_run, launches=starts_ranks, find_start=find_start)
-        plan = plan_ranks(config, os.environ) if starts_ranks else None
+        plan = plan_ranks(config.launch, os.environ) if starts_ranks else None
         world = World.from_environment(os.environ) if plan is None else plan.world
         config = follow_launcher(config, os.environ)
         problems = [*check_run(config), *check_launch_environment(config, os.environ)]
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
             problems += check_split(config, world)
         refuse(problems)
         if plan is not None and (plan.number != 1 or config.launch.dry_run):
-            return start_ranks("qlora_fsdp.train", argv, config, plan)
+            return start_ranks("qlora_fsdp.train", argv, config.launch, plan)
         if plan is not None:
             os.environ |= plan.environment
         announce(world.num_ranks)

@@ -152,7 +152,8 @@ def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) 
         stand_ins.reset(token)
         register_defaults()
     mistaken = {problem.setting for problem in mistakes}
-    problems = [problem for problem in find_contradictions(config, start) if problem.setting not in mistaken]
+    contradictions = find_contradictions(config.lora, config.model, config.task, start)
+    problems = [problem for problem in contradictions if problem.setting not in mistaken]
     settle_targets(config.lora, start)
     return config, [*mistakes, *problems]
 

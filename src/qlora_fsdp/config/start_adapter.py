@@ -140,17 +140,19 @@ def _check_tables_are_trained(folder: Path) -> None:
         )
 
 
-def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem]:
+def find_contradictions(
+    lora: LoraConfig, model: ModelConfig, task: TaskConfig, start: StartAdapter
+) -> Iterator[Problem]:
     """Yields the settings that somebody wrote and that the adapter does not have, and a base that is not its own."""
-    named = show(SETTING, config.lora.start)
-    yield from _compare_lora(config.lora, start)
-    yield from order_problems(config.task, start.labels, named)
-    name = config.model.path or config.model.name
+    named = show(SETTING, lora.start)
+    yield from _compare_lora(lora, start)
+    yield from order_problems(task, start.labels, named)
+    name = model.path or model.name
     if start.fingerprint is None and start.base is not None and not may_be_same(name, start.base):
         reason = f"is not the base of {named}, which was trained on {start.base}."
         fix = f"Set model.path={start.base}, or leave the model out. If both are one model, write the one's name as "
         fix += "base_model_name_or_path into the adapter's adapter_config.json."
-        yield problem_with(config.model, "model.path", reason, fix)
+        yield problem_with(model, "model.path", reason, fix)
 
 
 def _compare_lora(lora: LoraConfig, start: StartAdapter) -> Iterator[Problem]:

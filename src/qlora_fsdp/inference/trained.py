@@ -13,10 +13,10 @@ from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_lora
 from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerprint, read_started_from
-from qlora_fsdp.config.schema import Config, TaskConfig
+from qlora_fsdp.config.schema import Config, PreferenceLoss, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.config.start_adapter import SETTING, typed_folder
+from qlora_fsdp.config.start_adapter import SETTING
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name
@@ -198,7 +198,9 @@ class Reference:
         self.model = trained.model
         self.seed = config.training.seed
         self.is_wanted = isinstance(self.model, PreferenceLM) and config.preference.loss.needs_reference
-        self.start = _find_start(adapter, config) if self.is_wanted and adapter is not None else None
+        self.start = None
+        if self.is_wanted and adapter is not None:
+            self.start = _find_start(adapter, config.lora.start, config.preference.loss)
         self.tokens = trained.tokens
         self.adapter = None if adapter is None else SavedAdapter(Path(adapter).expanduser())
         if self.start is not None:
@@ -222,7 +224,7 @@ class Reference:
             self.model.freeze_start(keeps_copy=True)
 
 
-def _find_start(adapter: str, config: Config) -> SavedAdapter | None:
+def _find_start(adapter: str, typed: str | None, loss: PreferenceLoss) -> SavedAdapter | None:
     """The adapter that training started from: as typed, or the copy in the run's folder; None if it began anew.
 
     Raises:
@@ -231,16 +233,16 @@ def _find_start(adapter: str, config: Config) -> SavedAdapter | None:
     wanted = read_started_from(adapter)
     folder = Path(adapter).expanduser().resolve().parent  # of the run, or of one of its checkpoints
     run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
-    place = run_folder / START_FOLDER if config.lora.start is None else typed_folder(config)
+    place = run_folder / START_FOLDER if typed is None else Path(typed).expanduser()
     weights = place / ADAPTER_WEIGHTS
     if weights.is_file() and wanted in (None, digest_file(weights)):
         return SavedAdapter(place, SETTING)
     if wanted is None:
         return None
-    loss = show("preference.loss", config.preference.loss)
-    where = f"{START_FOLDER} beside it" if config.lora.start is None else show(SETTING, config.lora.start)
+    name = show("preference.loss", loss)
+    where = f"{START_FOLDER} beside it" if typed is None else show(SETTING, typed)
     raise AdapterError(
-        f"adapter={adapter} was trained on from another adapter, which {loss} compares it with, and {where} does not "
+        f"adapter={adapter} was trained on from another adapter, which {name} compares it with, and {where} does not "
         f"have it (SHA-256 of its weights: {wanted}). Set {SETTING} to its folder, or preference.loss=cpo, which "
         "compares with none."
     )

@@ -23,7 +23,7 @@ from qlora_fsdp.common.errors import Interrupted, Problem, RankError, UserError,
 from qlora_fsdp.common.startup import NO_RUN, PARENT_PID, announce
 from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, LaunchConfig
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
 from qlora_fsdp.launch.command import Slot, count_ranks, divide_gpus, launch_command
@@ -57,16 +57,16 @@ class Plan:
         return {} if self.slot is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.slot)}
 
 
-def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
+def plan_ranks(launch: LaunchConfig, environ: Mapping[str, str]) -> Plan:
     """Returns what `launch` asks for: without a number, a rank for each GPU, or one where there is none.
 
     Raises:
         ConfigError: there are too few GPUs, or settings of `launch` can't be used for one command.
     """
-    if config.launch.parallel > 1:
-        refuse([problem_with(config.launch, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
-    (slot,) = divide_gpus(config.launch, environ)
-    return Plan(count_ranks(config.launch, slot), slot)
+    if launch.parallel > 1:
+        refuse([problem_with(launch, "launch.parallel", "is for sweeps.", "Add -m, or leave it out.")])
+    (slot,) = divide_gpus(launch, environ)
+    return Plan(count_ranks(launch, slot), slot)
 
 
 def start_command(module: str, argv: Sequence[str]) -> int:
@@ -76,22 +76,22 @@ def start_command(module: str, argv: Sequence[str]) -> int:
         The exit code: that of the ranks, or of the `UserError` that has been printed.
     """
     try:
-        launch = [text for text in argv if _is_of_launch(text)]
-        config = load_config(launch, _check_launch, launches=True)
+        typed = [text for text in argv if _is_of_launch(text)]
+        config = load_config(typed, _check_launch, launches=True)
         refuse(_check_launch(config))
-        return start_ranks(module, argv, config, plan_ranks(config, os.environ))
+        return start_ranks(module, argv, config.launch, plan_ranks(config.launch, os.environ))
     except UserError as error:
         print_error(error)
         return error.exit_code
 
 
-def start_ranks(module: str, arguments: Sequence[str], config: Config, plan: Plan) -> int:
+def start_ranks(module: str, arguments: Sequence[str], launch: LaunchConfig, plan: Plan) -> int:
     """Starts a command on several ranks and waits for their end.
 
     Args:
         module: what each rank runs, e.g. `qlora_fsdp.train`.
         arguments: its command line, of which the settings of `launch` are left out.
-        config: `launch` says how many ranks there are, and what accelerate is told.
+        launch: how many ranks there are, and what accelerate is told.
         plan: the ranks.
 
     Returns:
@@ -102,8 +102,8 @@ def start_ranks(module: str, arguments: Sequence[str], config: Config, plan: Pla
         RankError: the launcher was killed.
     """
     rest = [text for text in arguments if not _is_of_launch(text)]
-    command = launch_command(config.launch, plan.slot, rest, module)
-    if config.launch.dry_run:
+    command = launch_command(launch, plan.slot, rest, module)
+    if launch.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in plan.environment.items()), *command]))
         return 0
     announce(plan.number)

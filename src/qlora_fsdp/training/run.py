@@ -78,7 +78,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
     with joined as (processes, watch, summary), repeatable(config.training.deterministic):
         # First: can the settings be used on this hardware? Then the run folder is this run's, and what is in it stays
         # as it is. Is there a checkpoint to resume from?
-        check_same_settings(config, processes)
+        check_same_settings(plain_settings(config), processes)
         refuse(check_world(config, _complete(world, processes)))
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config.hub, processes)

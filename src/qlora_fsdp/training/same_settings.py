@@ -6,26 +6,30 @@ number of steps would wait for one another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import Problem, refuse
-from qlora_fsdp.config.identity import plain_settings
-from qlora_fsdp.config.schema import Config, Hosts
+from qlora_fsdp.config.schema import Hosts
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.runtime.processes import Processes
 
 _FIX = "Type the same command on every host, with the same files of settings and variables."
 
 
-def check_same_settings(config: Config, processes: Processes) -> None:
+def check_same_settings(recorded: Mapping[str, Any], processes: Processes) -> None:
     """Compares the settings of all ranks with those of rank 0. Every rank calls this.
+
+    Args:
+        recorded: this rank's settings by their keys, as the files of a run have them.
+        processes: all ranks take part.
 
     Raises:
         ConfigError: some differ; the same on every rank. Holds every one of them.
     """
-    first, *others = processes.gather(plain_settings(config))
+    first, *others = processes.gather(recorded)
     problems: dict[str, Problem] = {}
     for rank, settings in enumerate(others, start=1):
         for key, value in settings.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, TokenizerConfig
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
@@ -67,12 +67,16 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
     """
     if start is None:
         spec = settle_model(config, config.lora, processes, trains=True)
-        return _with_chat_notes(assemble(spec, processes.device), config)
+        assembled = assemble(spec, processes.device)
+        return replace(
+            assembled, notes=[*assembled.notes, *_chat_notes(assembled, DataSpec.of(config), config.tokenizer)]
+        )
     about, tokens = read_start(start.folder), start.read_tokens()
     folder = tokenizer_folder(start, config.model, tokens)
     try:
         spec = settle_model(config, config.lora, processes, trains=True, tokenizer_folder=folder, saved_tokens=tokens)
-        assembled = _with_chat_notes(assemble(spec, processes.device), config)
+        assembled = assemble(spec, processes.device)
+        chat_notes = _chat_notes(assembled, DataSpec.of(config), config.tokenizer)
     except AdapterError as error:
         raise AdapterError(f"{start} does not fit the model: {error}") from error
     fix = BASE_FIX
@@ -87,19 +91,13 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
         fix=f", which was called {about.base}. Set model.path to these.",
     )
     start.check_values(processes)
-    return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
+    return replace(assembled, notes=[*assembled.notes, *chat_notes, *_notes(start, about, config)])
 
 
-def _with_chat_notes(assembled: AssembledModel, config: Config) -> AssembledModel:
-    """The model, with a note if it has never learned the markers of the chat template that the settings name."""
-    notes = check_chat_rows(
-        assembled.files.tensors,
-        assembled.tokenizer,
-        DataSpec.of(config),
-        config.tokenizer,
-        config.lora.modules_to_save or [],
-    )
-    return replace(assembled, notes=[*assembled.notes, *notes])
+def _chat_notes(assembled: AssembledModel, data: DataSpec, added: TokenizerConfig) -> list[str]:
+    """A note if the model has never learned the markers of the chat template that the settings name."""
+    saved = assembled.spec.modules.lora.modules_to_save or []
+    return check_chat_rows(assembled.files.tensors, assembled.tokenizer, data, added, saved)
 
 
 def _about_tokens(wanted: Sequence[str], tokens: AddedTokens) -> str:

@@ -42,9 +42,9 @@ from qlora_fsdp.config.checks.check_training import (
     check_checkpoints,
     check_context_parallel,
     check_fsdp,
-    check_hub,
     check_optim,
     check_repeatable,
+    check_repository,
     check_steps,
     check_tiles,
 )
@@ -138,7 +138,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_accelerate_file(config.launch)
     yield from check_time_limit(config.slurm)
     yield from check_trackers(tracking)
-    yield from check_hub(config.hub)
+    yield from check_repository(config.hub)
 
 
 def check_facets(values: dict[str, Any]) -> Iterator[Problem]:

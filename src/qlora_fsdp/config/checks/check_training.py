@@ -151,7 +151,7 @@ def check_context_parallel(
         yield problem_with(distributed, "distributed.context_parallel", reason, fix)
 
 
-def check_hub(hub: HubConfig) -> Iterator[Problem]:
+def check_repository(hub: HubConfig) -> Iterator[Problem]:
     """Yields why there is no repository to upload to."""
     if hub.push and hub.repo is None:
         yield problem_with(hub, "hub.repo", "names no repository for hub.push=true.", "Set hub.repo=ORG/NAME.")
