@@ -13,6 +13,7 @@ tried with a small model, which takes torch; mistakes in the settings are told b
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,11 @@ from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check
 from qlora_fsdp.config.commands import sweep_problems
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
+from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
-from qlora_fsdp.data.expected_tokens import expect_tokens
+from qlora_fsdp.data.expected_tokens import EXAMPLE_SOURCE, expect_tokens
 from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.choose_plan import MARGIN, Choice, choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
@@ -109,6 +111,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         )
         lines, figures = _describe(choice, hardware, target)
         notes = [*work.model.notes(work.modules), *([rounded] if rounded else [])]
+        notes += _doubts(planned, figures["num_tokens"], figures["num_tokens_from"])
         lines += [*padded, *(f"Note: {note}" for note in notes)]
         fits = choice.fits
         if fits:
@@ -275,6 +278,19 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         "hours": hours,
     }
     return lines, figures
+
+
+def _doubts(work: Workload, num_tokens: float, source: str) -> list[str]:
+    """What is to be doubted about the run: few steps, as far as its data is known, and an unusual learning rate."""
+    config = work.config
+    outlook = Outlook.of(config, work.num_ranks)
+    num_steps, num_sequences = config.training.max_steps, None
+    if num_steps is None and not source.startswith(EXAMPLE_SOURCE) and not config.is_padded:
+        length = work.batch.sequence_length
+        num_sequences = math.ceil(num_tokens / config.training.num_epochs / length)
+        num_steps = math.ceil(num_tokens / length / (config.training.global_batch_size or 1))
+    few = None if num_steps is None else outlook.few_steps(num_steps, num_sequences)
+    return [doubt for doubt in (few, outlook.unusual_rate()) if doubt is not None]
 
 
 def _duration(hours: float) -> str:

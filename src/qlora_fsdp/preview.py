@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
@@ -22,9 +22,10 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import plural, printable, shorten
 from qlora_fsdp.config.batch_size import describe_slices
-from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.commands import WITHOUT_TRAINING, AdapterSettings
+from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:
@@ -100,11 +101,12 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     is_unpacked = not config.training.packing
-    shown = (
+    shown: tuple[Iterable[str], ...] = (
         _rows(data.train, tokenizer, settings, spec, colored),
         _figures(data, spec, config.distributed.num_slices, is_unpacked),
         _cleaned(data, tokenizer),
     )
+    shown += (_doubts(data, config),)
     with suppress(BrokenPipeError):  # nobody reads on, as in `... | head`
         for line in chain.from_iterable(shown):
             print(line)
@@ -170,6 +172,21 @@ def _figures(data: PreparedData[Sequences], spec: DataSpec, num_slices: int, is_
     if is_unpacked:
         padding = 1 - lengths.mean() / lengths.max()
         yield f"without packing, up to {padding:.0%} of a batch of all rows would be padding"
+
+
+def _doubts(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
+    """What is to be doubted about the run: few steps, of data that ends, and an unusual learning rate."""
+    from qlora_fsdp.data.split import split_batches
+
+    if config.training.max_steps == WITHOUT_TRAINING["training"]["max_steps"]:  # not typed: the epochs say it
+        config = config.with_values({"training.max_steps": None})
+    outlook = Outlook.of(config, 1)
+    doubts = [outlook.unusual_rate()]
+    if config.training.global_batch_size is not None and not config.data.streaming:
+        steps = StepSpec.of(config.training, config.optim, 1, micro_batch_size=1)
+        num_steps = split_batches(steps, 1, len(data.train)).num_steps
+        doubts.append(outlook.few_steps(num_steps, len(data.train)))
+    yield from (f"Note: {doubt}" for doubt in doubts if doubt is not None)
 
 
 def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -78,6 +78,22 @@ def test_the_same_weights_elsewhere_are_no_other_base(bases: dict[str, Path], ad
     assert code == 0, printed
 
 
+def test_a_run_starts_on_another_base_where_that_is_asked_for(
+    bases: dict[str, Path], adapter: Path, rows: Path, tmp_path: Path
+) -> None:
+    typed = ["train", f"lora.start={adapter}", f"model.path={bases['instruct']}", f"data.path={rows}"]
+    typed += ["training.max_steps=1", "training.max_length=64", f"run.folder={tmp_path / 'run'}"]
+    typed += [f"data.cache_folder={tmp_path}"]
+    code, printed = run_forked(tmp_path, *typed)
+    assert code == 2, printed
+    assert "holds other weights than those that lora.start=" in printed
+    assert "set lora.other_base=true" in printed
+    code, printed = run_forked(tmp_path, *typed, "lora.other_base=true", "run.overwrite=true")
+    assert code == 0, printed
+    code, printed = run_forked(tmp_path, *typed[:1], *typed[2:], "lora.other_base=true", "run.overwrite=true")
+    assert code == 2 and "lora.other_base=true has no effect" in printed, printed
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, bases: dict[str, Path], tmp_path: Path) -> Iterator[Hub]:
     """A hub, and a cache of it in which both bases are, under names that do not tell which was trained on."""

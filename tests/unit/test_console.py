@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp import merge
@@ -144,13 +143,12 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     folder = tmp_path / "my run"
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "chat_template.jinja").touch()
-    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
-    write_lines(folder / "metrics.jsonl", lines)
-    summary = {"steps": 1200, "seconds": 3905.0, "final_loss": 2.0, "initial_eval_loss": 3.5, "eval_loss": 2.5}
+    losses = {"initial_loss": 3.0, "final_loss": 2.0, "initial_eval_loss": 3.5, "eval_loss": 2.5}
+    summary = {"steps": 1200, "seconds": 3905.0, "losses_are_means_of": 10} | losses
     given = f"adapter='{folder}/adapter'"
     assert describe_end(folder, summary, is_causal=True, is_random=False, trusts_code=False).splitlines() == [
         "Finished: 1,200 steps in 1:05:05.",
-        "  training loss    3.0000 -> 2.0000",
+        "  training loss    3.0000 -> 2.0000, means of 10 steps",
         "  evaluation loss  3.5000 -> 2.5000",
         f"  adapter          {folder}/adapter",
         "Next:",

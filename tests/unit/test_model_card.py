@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_card_tells_what_a_user_of_the_adapter_asks():
     for part in (
         "| [org/chats](https://huggingface.co/datasets/org/chats) | 1,234 |\n| `my chats.jsonl` | 20 |",
         "| held-out rows | 2.5000 before training | 1.7500 after 300 steps |",
-        "| training rows | 2.6000 in the first steps | 1.5000 in the last steps |",
+        "| training rows | 2.6000 in the first 10 steps | 1.5000 in the last 10 steps |",
         "vllm serve org/base-1b --enable-lora --max-lora-rank 32",
         "What the model wrote:\n\n```\nIt removes spaces.\n```",
         "trained with qlora-fsdp",
@@ -52,10 +53,12 @@ def test_a_card_tells_what_a_user_of_the_adapter_asks():
 
 
 def test_a_card_is_honest_about_what_is_not_known():
-    facts = CardFacts(None, num_steps=9, is_final=False, train_losses=(None, 1.5), needs_merge="it is a DoRA adapter")
+    facts = CardFacts(None, num_steps=9, is_final=False, train_losses=(2.5, 1.5), num_averaged=4)
+    facts = replace(facts, needs_merge="it is a DoRA adapter", doubt="It rose.")
     card = make_card(facts, "code()")
     assert "base_model" not in front_matter(card) and "a checkpoint of a run of 9 steps" in card
-    assert "No held-out rows were evaluated." in card and "| training rows |  | 1.5000 in the last steps |" in card
+    assert "No held-out rows were evaluated. **It rose.**" in card
+    assert "| training rows | 2.5000 in the first 4 steps | 1.5000 in the last 4 steps |" in card
     assert "because it is a DoRA adapter" in card and "--enable-lora" not in card and "Random tokens" in card
     assert "vllm" not in make_card(facts, "code()", is_classifier=True)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.schema import (
     CheckpointConfig,
     ComputeConfig,
@@ -395,6 +396,7 @@ class RunSpec:
         recorded: every setting by its key, as the files of a run have it: as it was typed, without what the environment
             gave.
         has_memory_target: whether `memory.target_gib` limits what the run may use.
+        outlook: what decides whether it can learn.
     """
 
     modules: ModuleSpec
@@ -406,3 +408,4 @@ class RunSpec:
     tracking: TrackingSpec
     recorded: Mapping[str, Any]
     has_memory_target: bool
+    outlook: Outlook

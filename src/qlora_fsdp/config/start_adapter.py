@@ -148,10 +148,13 @@ def find_contradictions(
     yield from _compare_lora(lora, start)
     yield from order_problems(task, start.labels, named)
     name = model.path or model.name
+    if lora.other_base:
+        return
     if start.fingerprint is None and start.base is not None and not may_be_same(name, start.base):
         reason = f"is not the base of {named}, which was trained on {start.base}."
         fix = f"Set model.path={start.base}, or leave the model out. If both are one model, write the one's name as "
-        fix += "base_model_name_or_path into the adapter's adapter_config.json."
+        fix += "base_model_name_or_path into the adapter's adapter_config.json. If you want another base, set "
+        fix += "lora.other_base=true."
         yield problem_with(model, "model.path", reason, fix)
 
 

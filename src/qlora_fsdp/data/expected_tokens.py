@@ -8,6 +8,7 @@ from qlora_fsdp.config.schema import SHORTEST, DataConfig, TrainingConfig
 
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 EXAMPLE = 1e8  # tokens of a run about whose data nothing is known
+EXAMPLE_SOURCE = "an example: "  # where a number of tokens comes from then begins with this
 
 
 def expect_tokens(data: DataConfig, training: TrainingConfig, tokens_a_step: int) -> tuple[float, str]:
@@ -25,11 +26,14 @@ def expect_tokens(data: DataConfig, training: TrainingConfig, tokens_a_step: int
     names = all_paths(data)
     missing = [name for name in names if not match(name)]
     if missing and data.is_default:
-        return EXAMPLE, f"an example: the run would train on {missing[0]}, the default; data.path= names your own data"
+        return (
+            EXAMPLE,
+            f"{EXAMPLE_SOURCE}the run would train on {missing[0]}, the default; data.path= names your own data",
+        )
     if missing:
-        return EXAMPLE, f"an example: {', '.join(missing)} is not here"
+        return EXAMPLE, f"{EXAMPLE_SOURCE}{', '.join(missing)} is not here"
     if not names:
-        return EXAMPLE, "an example: set data.path or training.max_steps for your own"
+        return EXAMPLE, f"{EXAMPLE_SOURCE}set data.path or training.max_steps for your own"
     num_bytes = _bytes_of_an_epoch(data)
     fewer = " and ".join(_what_takes_a_part(data))
     source = f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token{f'; less by {fewer}' if fewer else ''}"

@@ -147,9 +147,10 @@ class Journal:
         if self.is_main:
             log.info(f"Checkpoint: {folder}, written in {write_seconds:.1f} s; training waited {stall_seconds:.2f} s")
 
-    def good_steps(self, at_most: int) -> list[dict[str, Any]]:
-        """The metrics of the last steps before this start whose gradient was used. Only rank 0 calls this."""
-        return [line for line in read_metrics(self.folder) if "loss" in line and not line.get("skipped")][-at_most:]
+    def used_steps(self) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of the steps before this start whose gradient was used. Only rank 0 calls this."""
+        lines = [line for line in read_metrics(self.folder) if "loss" in line and not line.get("skipped")]
+        return [(line["loss"], line["grad_norm"]) for line in lines]
 
     def close(self, summary: dict[str, Any]) -> None:
         """Close what is open. The trackers also get the summary's figures and, of a finished run, the adapter."""

@@ -70,8 +70,8 @@ class RunState:
         status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it left no summary and no adapter) or `new`.
         step: optimizer steps done.
         num_steps: optimizer steps of the whole run.
-        loss: training loss: the mean of the last steps whose gradient was used, in a run that has finished of the last
-            10. Never that of an evaluation.
+        loss: final training loss: the mean of the last steps (`num_averaged`) whose gradient was used. Never that of an
+            evaluation.
         eval_loss: the loss of the last evaluation.
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
@@ -176,7 +176,12 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """The mean loss of the last steps whose gradient was used."""
     losses = [_number(line, "loss") for line in steps if not line.get("skipped")]
     losses = [loss for loss in losses if loss is not None]
-    return statistics.fmean(losses[-NUM_FINAL:]) if losses else None
+    return statistics.fmean(losses[-num_averaged(len(losses)) :]) if losses else None
+
+
+def num_averaged(num_steps: int) -> int:
+    """Steps whose mean is a run's initial or final loss: its first or last ten, or half of a shorter run's."""
+    return max(1, min(NUM_FINAL, num_steps // 2))
 
 
 def _eta(last: Mapping[str, Any], seconds_a_step: float | None) -> float | None:

@@ -14,7 +14,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, show_duration
 from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.record_files import check_own, records_in
-from qlora_fsdp.records.run_state import REPORT_FILE, SUMMARY_FILE, read_metrics
+from qlora_fsdp.records.run_state import REPORT_FILE, SUMMARY_FILE
 
 FIRST_SIGNAL_CODE = 128  # a shell's exit code for a process that a signal ended is above this
 
@@ -97,12 +97,16 @@ def describe_end(folder: Path, summary: Mapping[str, Any], is_causal: bool, is_r
         trusts_code: whether model code that comes with the files is run.
     """
     lines = [f"Finished: {plural(summary['steps'], 'step')} in {show_duration(summary['seconds'])}."]
-    first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
-    lines += _before_and_after("training loss", first, summary.get("final_loss"))
+    lines += _before_and_after("training loss", summary.get("initial_loss"), summary.get("final_loss"))
+    num_averaged = summary.get("losses_are_means_of", 1)
+    if num_averaged > 1:
+        lines[-1] += f", means of {num_averaged} steps"
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
     commands = commands_for(folder / "adapter", is_causal, is_random, trusts_code)
     named = {"adapter": folder / "adapter", "report": folder / REPORT_FILE}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
+    if summary.get("doubt"):
+        lines.append(f"Note: {summary['doubt']}")
     lines += ["Next:", *(f"  {command}" for command in commands)]
     if is_causal and not is_random:
         lines += _for_servers(folder / "adapter", summary, trusts_code)

@@ -16,6 +16,7 @@ from qlora_fsdp.records.run_state import (
     GENERATIONS_FILE,
     SUMMARY_FILE,
     RunState,
+    num_averaged,
     read_json,
     read_metrics,
     read_run,
@@ -54,8 +55,13 @@ class Run:
 
     @property
     def training_loss(self) -> float | None:
-        """The mean loss of the last `span` steps: where the smoothed line ends."""
-        return next((loss for loss in reversed(self.smoothed_loss) if loss is not None), None)
+        """The final training loss, as everywhere: the mean of the last steps (`num_averaged`)."""
+        return self.state.loss
+
+    @property
+    def num_averaged(self) -> int:
+        """Steps that the final training loss is the mean of."""
+        return num_averaged(sum(loss is not None for loss in self.smoothed_loss))
 
     @property
     def initial_eval_loss(self) -> float | None:

@@ -41,6 +41,9 @@ def overview(run: Run) -> str:
         "Evaluation loss": _before_and_after(run),
         "Training loss": _training_loss(run),
     }
+    doubt = run.summary.get("doubt")
+    if isinstance(doubt, str):
+        rows["Note"] = doubt
     if state.tokens_per_second_per_gpu:
         rows["Speed"] = f"{state.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     if state.gpu_peak_gib:
@@ -241,7 +244,8 @@ def _training_loss(run: Run) -> str:
     loss = run.training_loss
     if loss is None:
         return ""
-    return f"{loss:.4f}, {_span(run)}" if run.span > 1 else f"{loss:.4f} in the last step"
+    last = "step" if run.num_averaged == 1 else f"{run.num_averaged} steps, their mean"
+    return f"{loss:.4f} in the last {last}"
 
 
 def _span(run: Run) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.model.adapters.serving import Serving, find_serving, settings_of
-from qlora_fsdp.records.run_state import GENERATIONS_FILE, NUM_FINAL, read_metrics
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.train_result import TrainResult
 
@@ -41,7 +40,6 @@ def describe_adapter(
     result: TrainResult,
     folder: Path,
     form: DataFormat | None,
-    is_whole: bool,
     is_final: bool = True,
 ) -> CardFacts:
     """The facts for the model card as they are now.
@@ -51,18 +49,12 @@ def describe_adapter(
         result: what it has done so far.
         folder: the run folder.
         form: the form of the rows; None if it is unknown.
-        is_whole: whether `result` began with the first step; else an earlier start did.
         is_final: whether training is over; else the adapter is part of a checkpoint.
     """
     spec = prepared.spec
     recorded = spec.recorded
     lora = spec.modules.lora
-    losses = list(result.losses)
-    train_losses = None
-    if losses:
-        num = max(1, min(NUM_FINAL, len(losses) // 2))
-        has_both = is_whole and len(losses) > 1
-        train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
+    ends = result.ends
     serving = serving_of(prepared)
     return CardFacts(
         base=hub_name(recorded["model.path"]),
@@ -75,7 +67,9 @@ def describe_adapter(
         is_final=is_final,
         scales_rope=bool(recorded["model.rope_scaling"]),
         eval_losses=tuple(result.eval_losses),
-        train_losses=train_losses,
+        train_losses=None if ends is None else ends.losses,
+        num_averaged=result.num_averaged,
+        doubt=result.doubt,
         rank=max(lora.r, *lora.rank_pattern.values(), 1),
         needs_export=serving.export,
         needs_merge=serving.merge,

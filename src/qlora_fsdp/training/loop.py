@@ -92,7 +92,7 @@ def train(
             recorder.write()
             figures = read_figures()
             is_good = bad_steps.check(step, figures.loss, figures.grad_norm, passes.batch.indices, passes.micro_losses)
-            result.add_step(figures.loss, is_good)
+            result.add_step(figures.loss, figures.grad_norm, is_good)
             recorder.end_step(passes.batch, figures, is_good, learning_rate, passes.num_flops)
 
             if saves_next:

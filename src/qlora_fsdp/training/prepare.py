@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.text import plural, show_size
 from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, ModuleSpec, RunSpec, ShardSpec, StepSpec, TrackingSpec
@@ -150,6 +151,7 @@ def prepare(
 
 def _resolve(config: Config, assembled: AssembledModel, run_plan: RunPlan, processes: Processes) -> RunSpec:
     """The run as its parts get it: settings, and what the model's files, a small model and the plan have decided."""
+    settled = config.with_values({"training.packing": assembled.spec.packs_rows})
     return RunSpec(
         modules=replace(assembled.spec.modules, num_slices=run_plan.num_slices),
         data=replace(DataSpec.of(config), packs_rows=assembled.spec.packs_rows),
@@ -173,6 +175,7 @@ def _resolve(config: Config, assembled: AssembledModel, run_plan: RunPlan, proce
         tracking=TrackingSpec.of(config),
         recorded=plain_settings(config),
         has_memory_target=config.memory.target_gib is not None,
+        outlook=Outlook.of(settled, processes.num_ranks),
     )
 
 
@@ -249,4 +252,8 @@ def _prepare_data(
     length = spec.data.sequence_length
     slices = describe_slices(length, spec.steps.num_slices)
     log.info(f"Steps: {split.num_steps} of {length} tokens a sequence at most{slices}")
+    num_sequences = None if spec.data.settings.streaming else len(data.train)
+    for doubt in (spec.outlook.few_steps(split.num_steps, num_sequences), spec.outlook.unusual_rate()):
+        if doubt is not None:
+            log.warning(f"Note: {doubt}")
     return data, split

@@ -82,14 +82,16 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
     fix = BASE_FIX
     fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
     start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(spec.added_tokens, tokens))
-    check_base(
-        assembled,
-        about.fingerprint,
-        processes,
-        base=show("model.path", config.model.path or config.model.name),
-        adapter=str(start),
-        fix=f", which was called {about.base}. Set model.path to these.",
-    )
+    if not config.lora.other_base:
+        check_base(
+            assembled,
+            about.fingerprint,
+            processes,
+            base=show("model.path", config.model.path or config.model.name),
+            adapter=str(start),
+            fix=f", which was called {about.base}. Set model.path to these. If you want the adapter to start on "
+            "others all the same, set lora.other_base=true.",
+        )
     start.check_values(processes)
     return replace(assembled, notes=[*assembled.notes, *chat_notes, *_notes(start, about, config)])
 

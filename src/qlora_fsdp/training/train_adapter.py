@@ -14,7 +14,7 @@ from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
-from qlora_fsdp.records.run_state import CHECKPOINTS, NUM_FINAL
+from qlora_fsdp.records.run_state import CHECKPOINTS
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
@@ -75,8 +75,7 @@ def train_adapter(
     optimizer = make_optimizer(trainable, spec.steps.optim, spec.steps.learning_rate)
     result = _resume(checkpoint, prepared, optimizer, processes, folder, summary)
 
-    is_whole = result.num_steps == 0
-    describe = partial(describe_adapter, prepared, result, folder, adapter_settings.form, is_whole)
+    describe = partial(describe_adapter, prepared, result, folder, adapter_settings.form)
     settings = adapter_settings.text
     keys = adapter_keys(model.model)
 
@@ -88,9 +87,9 @@ def train_adapter(
     thread = CheckpointThread(spec.saving, content, model.model, optimizer, write_adapter_to, processes, journal)
     saver = Saver(thread, watch)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
-    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
-    bad_steps = _make_bad_steps(prepared, folder, [line["grad_norm"] for line in before], saver)
+    used = processes.share(journal.used_steps() if processes.is_main else None)
+    result.add_earlier(used)
+    bad_steps = _make_bad_steps(prepared, folder, [norm for _, norm in used[-NUM_NORMS:]], saver)
     trusted = prepared.assembled.spec.trust_remote_code
     generations = Generations(spec.generations, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = spec.steps.eval_every_steps
@@ -108,6 +107,8 @@ def train_adapter(
         )
         with saver:
             result = train(runner, batches, evaluation, recorder, saver, bad_steps, spec.steps, result)
+        num_sequences = None if spec.data.settings.streaming else len(data.train)
+        result.doubt = spec.outlook.judge(split.num_steps, num_sequences, result.ends)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()

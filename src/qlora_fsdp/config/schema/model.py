@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Owner, Run, above, at_least, setting
+from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Owner, Run, above, at_least, setting, when
 
 
 class Weights(Enum):
@@ -175,6 +175,8 @@ class LoraConfig:
     # this run's adapter starts, and all other settings of this section but lora_dropout are its own: what is written
     # may not contradict them. Without a model named, its base is the model. null: a new adapter.
     start: str | None = setting(None, Run.other, ALWAYS, files=Files.users, owner=Owner.run, hosts=Hosts.place)
+    # Start on a base with other weights than those that the adapter of start was trained on, in the same shapes.
+    other_base: bool = setting(False, Run.same, when("lora.start"), owner=Owner.run)
     # Rank of the adapters.
     r: int = setting(
         16,

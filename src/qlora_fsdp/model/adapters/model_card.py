@@ -53,8 +53,9 @@ class CardFacts:
         is_final: whether all of them are done; else the adapter is part of a checkpoint.
         scales_rope: whether its rotary embeddings are not those of the base's files.
         eval_losses: losses of the held-out rows by the number of steps done; empty if there are none.
-        train_losses: mean losses of the first training steps, if these are known, and of the last; None if there are
-            none.
+        train_losses: mean losses of the first and of the last training steps; None if there are none.
+        num_averaged: steps that each of these is the mean of.
+        doubt: what the run's figures say against the adapter; None if nothing.
         rank: the largest of the adapter.
         needs_export: why vLLM serves it only as `merge write=adapter` writes it; None if that is not so.
         needs_merge: why vLLM can't serve it beside its base in any form; None if it can.
@@ -73,7 +74,9 @@ class CardFacts:
     is_final: bool = True
     scales_rope: bool = False
     eval_losses: tuple[tuple[int, float], ...] = ()
-    train_losses: tuple[float | None, float] | None = None
+    train_losses: tuple[float, float] | None = None
+    num_averaged: int = 10
+    doubt: str | None = None
     rank: int = 8
     needs_export: str | None = None
     needs_merge: str | None = None
@@ -182,11 +185,13 @@ def _losses(facts: CardFacts) -> str:
             rows.append(("held-out rows", "", f"{after:.4f} after {plural(last, 'step')}"))
     if facts.train_losses is not None:
         start, end = facts.train_losses
-        first_steps = "" if start is None else f"{start:.4f} in the first steps"
-        rows.append(("training rows", first_steps, f"{end:.4f} in the last steps"))
+        steps = "step" if facts.num_averaged == 1 else f"{facts.num_averaged} steps"
+        rows.append(("training rows", f"{start:.4f} in the first {steps}", f"{end:.4f} in the last {steps}"))
     if not rows:
         return "No loss was recorded."
     note = f"Mean {facts.loss}." + ("" if facts.eval_losses else " No held-out rows were evaluated.")
+    if facts.doubt is not None:
+        note += f" **{facts.doubt}**"
     return f"{_table(('Loss on', 'Before', 'After'), rows, is_code=False)}\n\n{note}"
 
 

@@ -1,0 +1,96 @@
+"""A run that learned nothing says so, wherever it is looked at: through the real command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+from tests.cli.launch import run_forked
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.lines import read_lines, write_lines
+
+ANSWER = "the cat sat on the mat and the dog sat on the log"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("first_day") / "base", torch.float32)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def typed(base: Path, tmp_path: Path) -> list[str]:
+    """The settings of a run whose 40 rows are some ten sequences: one step, with the default batch."""
+    rows = [{"prompt": f"{number}: ", "completion": ANSWER} for number in range(40)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    return [f"model.path={base}", "data=rows.jsonl", "training.max_length=256", f"data.cache_folder={tmp_path}"]
+
+
+def train(folder: Path, *settings: str) -> tuple[str, Path]:
+    code, printed = run_forked(folder, "train", *settings, "run.name=run", "run.overwrite=true")
+    assert code == 0, printed
+    return printed, folder / "outputs" / "run"
+
+
+def test_a_run_of_one_step_is_told_before_and_after(typed: list[str], tmp_path: Path) -> None:
+    few = re.compile(r"Note: 1 step is few: below 50 an adapter learns little\. Set (training\.\S+) (training\.\S+),")
+    code, planned = run_forked(tmp_path, "preflight", *typed, "hardware=1x24gib")
+    assert code == 0 and few.search(planned), planned
+    code, shown = run_forked(tmp_path, "preview", *typed)
+    assert code == 0 and few.search(shown), shown
+    printed, folder = train(tmp_path, *typed)
+    assert len(few.findall(printed)) == 2, printed
+    start, _, end = printed.partition("Finished: 1 step")
+    assert few.search(start)
+    noted = few.search(end)
+    assert noted is not None and noted.end() < end.index("Next:")
+    assert "below 50" in (folder / "adapter" / "README.md").read_text()
+    assert "below 50" in (folder / "report.html").read_text()
+    # What it says to set makes a run of 50 steps.
+    printed, folder = train(tmp_path, *typed, *noted.groups())
+    assert len(read_lines(folder / "metrics.jsonl")) >= 50
+    assert "Note: " not in printed.partition("Finished")[2], printed
+
+
+LEARNS = ["training.max_steps=50", "training.global_batch_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "at_the_start", "at_the_end"),
+    [
+        ("training.learning_rate=1e4", "learning_rate=10000 is above what is usual", "10000 is above what is usual"),
+        ("training.learning_rate=1e-8", "learning_rate=1e-08 is below what is usual", "is below what is usual"),
+        ("training.learning_rate=1e-3", "", ""),
+    ],
+)
+def test_a_run_that_does_not_learn_or_explodes_says_so(
+    setting: str, at_the_start: str, at_the_end: str, typed: list[str], tmp_path: Path
+) -> None:
+    printed, folder = train(tmp_path, *typed, *LEARNS, setting)
+    start, _, end = printed.partition("Finished: ")
+    notes = [line for line in end.splitlines() if line.startswith("Note: ")]
+    assert ("Note: training.learning_rate" in start) is bool(at_the_start), start
+    assert at_the_start in start
+    assert len(notes) == bool(at_the_end), end
+    assert at_the_end in "".join(notes)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [f"Note: {summary['doubt']}"] == notes if notes else "doubt" not in summary
+
+
+def test_a_run_has_one_final_training_loss(typed: list[str], tmp_path: Path) -> None:
+    printed, folder = train(tmp_path, *typed, "training.max_steps=24", "training.global_batch_size=1")
+    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    first, final = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+    assert f"training loss    {first:.4f} -> {final:.4f}, means of 10 steps" in printed
+    assert json.loads((folder / "summary.json").read_text())["final_loss"] == pytest.approx(final)
+    assert f"{final:.4f} in the last 10 steps" in (folder / "report.html").read_text()
+    card = (folder / "adapter" / "README.md").read_text()
+    assert f"{first:.4f} in the first 10 steps | {final:.4f} in the last 10 steps" in card
+    code, shown = run_forked(tmp_path, "status", "outputs")
+    assert code == 0 and f"{final:.4f}" in shown
