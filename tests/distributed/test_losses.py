@@ -77,6 +77,8 @@ OTHER_NUMBERS = {
     "decay and momentum": (2, "llama", ["optim.weight_decay=0.1", "optim.betas=[0.8,0.95]", "optim.eps=1e-6"]),
     "ranks and alphas that differ": (2, "llama", ["lora.rank_pattern={q_proj:3}", "lora.alpha_pattern={v_proj:5.0}"]),
     "adamw_8bit": (1, "llama", ["optim=adamw_8bit", "lora.r=64"]),
+    # 64 x 64 elements, of which each rank has half: stock bitsandbytes, which has them whole, keeps 8 bits of them.
+    "adamw_8bit on two ranks": (2, "llama", ["optim=adamw_8bit", "lora.r=64"]),
 }
 
 

@@ -22,6 +22,9 @@ NUM_BUFFERS = 12
 BLOCKSIZE = 64
 NESTED_BLOCKSIZE = 256
 
+# Matrices of fewer elements keep bitsandbytes' 8-bit optimizers' state in float32. It is its own threshold.
+MIN_8BIT_ELEMENTS = 4096
+
 # A checkpoint is written from a copy of the trained state, which is in slabs of host memory of this size.
 SLAB_BYTES = 64 * 2**20
 

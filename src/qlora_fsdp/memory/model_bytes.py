@@ -16,13 +16,12 @@ from itertools import zip_longest
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.sizes import NUM_AHEAD, PIECE_BYTES
+from qlora_fsdp.common.sizes import MIN_8BIT_ELEMENTS, NUM_AHEAD, PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage, Optimizer
 from qlora_fsdp.memory.traced import ParameterSize
 from qlora_fsdp.memory.workload import Workload
 
 BytesByPart = dict[str, int]  # the keys are those of memory/show.PARTS
-MIN_8BIT_ELEMENTS = 4096  # for smaller tensors, bitsandbytes' 8-bit AdamW keeps fp32 state
 BLOCK_8BIT = 256  # elements of its 8-bit state that share one fp32 scale
 
 FLOAT32_BYTES = 4
@@ -61,15 +60,17 @@ def sum_bytes(tensors: Iterable[ParameterSize], num_shards: int = 1) -> Paramete
 
 def optimizer_bytes(tensors: Iterable[ParameterSize], optimizer: Optimizer, num_shards: int) -> int:
     """Bytes of the two moments that the optimizer keeps of one shard of the trained tensors."""
-    trained = (tensor.shard_bytes(num_shards) // FLOAT32_BYTES for tensor in tensors if tensor.part == "adapters")
-    return sum(_moment_bytes(num_elements, optimizer) for num_elements in trained)
+    trained = [tensor for tensor in tensors if tensor.part == "adapters"]
+    return sum(_moment_bytes(tensor, optimizer, num_shards) for tensor in trained)
 
 
-def _moment_bytes(num_elements: int, optimizer: Optimizer) -> int:
+def _moment_bytes(tensor: ParameterSize, optimizer: Optimizer, num_shards: int) -> int:
+    num_elements = tensor.shard_bytes(num_shards) // FLOAT32_BYTES
+    whole = tensor.shard_bytes(1) // FLOAT32_BYTES
     match optimizer:
         case Optimizer.adamw:
             return num_elements * 2 * FLOAT32_BYTES
-        case Optimizer.adamw_8bit if num_elements < MIN_8BIT_ELEMENTS:
+        case Optimizer.adamw_8bit if whole < MIN_8BIT_ELEMENTS:
             return num_elements * 2 * FLOAT32_BYTES
         case Optimizer.adamw_8bit:
             num_blocks = -(num_elements // -BLOCK_8BIT)

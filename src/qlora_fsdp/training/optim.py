@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import assert_never
 
+from qlora_fsdp.common.sizes import MIN_8BIT_ELEMENTS
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
 from qlora_fsdp.runtime.rows import local_tensor, shard_group
 
@@ -83,7 +84,10 @@ class LocalAdamW8bit(torch.optim.Optimizer):
     """bitsandbytes' AdamW8bit, computed on each rank's own rows.
 
     Its kernels do not know DTensors, and AdamW is element-wise, so each rank's rows can be updated apart. The state is
-    8-bit and block-wise (arXiv:2110.02861).
+    8-bit and block-wise (arXiv:2110.02861), but for matrices of fewer than MIN_8BIT_ELEMENTS elements. bitsandbytes
+    would ask that of each rank's part; here the whole matrix decides, so that the number of ranks does not. Blocks of
+    256 elements begin anew on each rank. Where a rank's part is no multiple of them, as with three ranks, the blocks
+    around its edges are others than on one rank, and losses may differ in the fifth digit.
 
     Attributes:
         found_inf: as in `LocalAdamW`, but here the host reads it, and waits for it.
@@ -97,6 +101,13 @@ class LocalAdamW8bit(torch.optim.Optimizer):
         super().__init__(params, options)
         self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
         self.inner = AdamW8bit([local for _, local in self.pairs], **options)
+
+    def init_state(self, index: int) -> None:
+        """Make the state of a pair of `pairs` before its first step: in 8 bits, unless the whole matrix is small."""
+        param, local = self.pairs[index]
+        is_large = param.numel() >= MIN_8BIT_ELEMENTS  # a DTensor's numel is that of the whole matrix
+        self.inner.args.min_8bit_size = 0 if is_large else MIN_8BIT_ELEMENTS
+        self.inner.init_state(self.inner.param_groups[0], local, 0, index)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -115,7 +126,7 @@ class LocalAdamW8bit(torch.optim.Optimizer):
                 continue
             local.grad = local_tensor(param.grad)
             if not inner.state[local]:
-                inner.init_state(group, local, 0, index)
+                self.init_state(index)
             inner.update_step(group, local, 0, index)
             local.grad = None
 

@@ -238,7 +238,7 @@ def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Stor
     for number, (_, param) in enumerate(optimizer.pairs):
         if not any(name.startswith(f"{number}.") for name in saved):
             continue  # it has no state yet: every step before the checkpoint was skipped
-        inner.init_state(inner.param_groups[0], param, 0, number)
+        optimizer.init_state(number)
         state = inner.state[param]
         for key, new in state.items():
             name, like = f"{number}.{key}", torch.as_tensor(new)
