@@ -22,7 +22,7 @@ from qlora_fsdp.common.text import for_stdout, is_unicode
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, tell_system_prompt
+from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, tell_conversations
 from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ usage: qlora-fsdp chat [adapter=DIR] [launch.num_processes=N] [setting=value ...
 
   adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   system=TEXT         the system turn (default: the data.system_prompt that the adapter was trained with)
+  data.template_arguments={NAME: VALUE}  what the chat template is given, such as {enable_thinking: false} (default: as
+                      the adapter was trained with)
   max_new_tokens=512  an answer's tokens, at most
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
   top_p=1, seed=0     of sampling
@@ -80,7 +82,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
 
     trained = load_trained(config, settings, processes, generates=True)
     check_template(trained.tokenizer, "chat")
-    tell_system_prompt(system)
+    tell_conversations(system, config.data.template_arguments)
     form = read_trained_on(settings.adapter)
     if form not in (None, DataFormat.messages):
         log.info(f"Note: the adapter was trained on {form.value} rows, and has not seen this template")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [s
   out=FILE.jsonl      the rows with their "completion" (default: printed, a row a line)
   max_new_tokens=128  at most; a completion ends earlier at the end token
   data.system_prompt=TEXT  what conversations begin with (default: what the adapter was trained with; null: nothing)
+  data.template_arguments={NAME: VALUE}  what the chat template is given, such as {enable_thinking: false} (default: as
+                      the adapter was trained with)
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
   top_p=1             sample among the likeliest tokens that make up this much probability
   batch_size=N        prompts a process at a time, at most (default: 64, or as many as its GPU has memory for)
@@ -71,10 +73,17 @@ class GenerateSettings(BaseAndAdapterSettings):
     seed: int = 0
 
 
-def tell_system_prompt(text: str | None) -> None:
-    """Logs what conversations begin with: it may come with an adapter, out of a file that nobody has looked at."""
-    if text:
-        log.info(f"Conversations begin with a system prompt: {shorten(text)}")
+def tell_conversations(system: str | None, arguments: Mapping[str, Any]) -> None:
+    """Logs how conversations are written: that may come with an adapter, out of a file that nobody has looked at.
+
+    Args:
+        system: what they begin with.
+        arguments: what the chat template is given beside them.
+    """
+    if system:
+        log.info(f"Conversations begin with a system prompt: {shorten(system)}")
+    if arguments:
+        log.info(f"The chat template is given {shorten(json.dumps(arguments, ensure_ascii=False))}")
 
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
@@ -213,6 +222,7 @@ def _tokenize(
     rows: list[dict[str, Any]], trained: AssembledModel, settings: GenerateSettings, system: str | None
 ) -> list[list[int]]:
     """Token ids of each row's prompt or conversation, with what these begin with where they have no system message."""
+    from qlora_fsdp.data.template_arguments import template_arguments
     from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
     tokenizer = trained.tokenizer
@@ -221,7 +231,7 @@ def _tokenize(
         log.info(f"Prompts: {style.value} ({reason})")
     conversations = [_turns(row) for row in rows if not isinstance(row.get("prompt"), str)]
     if style is PromptStyle.chat or conversations:
-        tell_system_prompt(system)
+        tell_conversations(system, template_arguments(tokenizer))
     if answered := sum(map(_is_answered, conversations)):
         log.info(
             f"Note: {answered} of {plural(len(conversations), 'conversation')} end with the assistant's answer, and "

@@ -158,6 +158,12 @@ def _describe_end(out: Path, was_there: bool, data: DataSpec, trusts_code: bool,
     if data.settings.system_prompt:
         note = "conversations began with a system prompt in training, which the model does not have by itself"
         lines.append(f"Note: {note}; data.system_prompt sets it: {data.settings.system_prompt}")
+    if data.settings.template_arguments:
+        arguments = show("data.template_arguments", data.settings.template_arguments)
+        lines.append(
+            f"Note: the chat template was given arguments in training, which the model does not have by itself: "
+            f"{arguments}, or a server's chat_template_kwargs"
+        )
     return "\n".join(lines)
 
 

@@ -117,6 +117,37 @@ def test_messages_are_left_out_by_generation_marks_too(template: str):
     assert text.count("⟦") == 1 and "⟦Hello!" in text and "Ciao, é." in text.partition("⟧")[2]
 
 
+@pytest.mark.parametrize("template", EXPECTED)
+def test_the_last_answer_alone(template: str):
+    before, _, last = EXPECTED[template].rpartition("⟦")
+    expected = before.replace("⟦", "").replace("⟧", "") + "⟦" + last
+    assert marked({"messages": CHAT}, template, loss_on=LossOn.last) == expected
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+def test_the_last_answer_alone_by_generation_marks(template: str):
+    shipped = str(TEMPLATES.parents[2] / "src" / "qlora_fsdp" / "data" / "templates" / f"{template}.jinja")
+    text = marked({"messages": CHAT}, shipped, loss_on=LossOn.last)
+    assert text.count("⟦") == 1 and "⟦Ciao, é." in text
+
+
+def test_a_last_answer_that_is_not_to_be_trained_on_leaves_nothing():
+    row = {"messages": [*CHAT[:-1], {**CHAT[-1], "train": False}]}
+    assert marked(row, "qwen3", loss_on=LossOn.last).startswith("no target token: no message of the assistant is to be")
+
+
+def test_marks_within_answers_belong_to_the_messages_that_the_render_gives_them(tmp_path: Path):
+    template = tmp_path / "two.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}<a>{% generation %}{{ m.content[:2] }}{% endgeneration %}"
+        "-{% generation %}{{ m.content[2:] + eos_token }}{% endgeneration %}{% else %}<u>{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "abcd"}] * 2
+    text = marked({"messages": messages}, str(template), loss_on=LossOn.last)
+    assert text == "<u>hi<a>ab-cd<eos><u>hi<a>⟦ab⟧-⟦cd<eos>⟧"
+
+
 @pytest.mark.parametrize("is_text", [False, True])  # as a list, and as data sets with fixed columns have it
 def test_tools_their_calls_and_their_answers(is_text: bool):
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {}}}

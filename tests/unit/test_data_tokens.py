@@ -81,6 +81,12 @@ def test_loss_on_all_trains_on_the_prompt_too():
     assert mask == [False, True, True, True, True]
 
 
+def test_loss_on_last_trains_on_a_completion_as_ever():
+    assert tokenize({"prompt": "ab", "completion": "c"}, loss_on=LossOn.last) == tokenize(
+        {"prompt": "ab", "completion": "c"}
+    )
+
+
 def test_text_trains_on_all_but_the_first_token():
     assert tokenize({"text": "ab"}) == [("", [BOS, 97, 98, EOS], [False, True, True, True])]
 

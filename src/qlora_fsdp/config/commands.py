@@ -199,6 +199,10 @@ def saved_settings(
     if config.task.name is not TaskName.preference:
         del values["preference"]
     if config.data.system_prompt is None:
+        del values["data"]["system_prompt"]
+    if not config.data.template_arguments:
+        del values["data"]["template_arguments"]
+    if not values["data"]:
         del values["data"]
     if config.task.has_labels:
         values["task"]["class_weights"] = class_weights

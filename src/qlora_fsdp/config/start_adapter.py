@@ -45,6 +45,7 @@ class StartAdapter:
         labels: the labels of its head, in the order of the outputs, unless there are none or they are unknown.
         rope_scaling: how positions were scaled; None: they were not. It is the adapter's, whatever the base is called.
         system_prompt: what conversations began with in training; None: nothing that the settings say.
+        template_arguments: what the chat template was given in training beside the messages.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class StartAdapter:
     labels: Any
     rope_scaling: dict[str, Any] | None
     system_prompt: str | None
+    template_arguments: dict[str, Any]
 
     def own_value(self, key: str) -> Any:
         """The adapter's value of a setting of `lora`."""
@@ -120,6 +122,7 @@ def read_start(folder: Path) -> StartAdapter:
         labels=saved.get("task", {}).get("labels"),
         rope_scaling=saved_model.get("rope_scaling") or None,
         system_prompt=saved.get("data", {}).get("system_prompt"),
+        template_arguments=saved.get("data", {}).get("template_arguments") or {},
     )
 
 

@@ -26,16 +26,17 @@ from qlora_fsdp.data.chats.told import TOLD
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
 from qlora_fsdp.data.stop_tokens import stop_ids
+from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.data.tokenized_rows import TokenizedRows
 
-CACHE_VERSION = 22  # to be raised when the same input gives other tokens
+CACHE_VERSION = 23  # to be raised when the same input gives other tokens
 REPORT = "report.json"
 PLACES = "places.arrow"  # of every row, for messages
 PLACES_A_BATCH = 2**16
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
-    """A hash of the tokenizer (vocabulary, rules, special and stop tokens, template) and of JSON values."""
+    """A hash of the tokenizer, with its stop tokens, its template and what that is given, and of JSON values."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     for state in ("truncation", "padding"):  # left over from the last call, of this process or of the author
         rules.pop(state, None)
@@ -45,6 +46,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
         tokenizer.chat_template,
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         stop_ids(tokenizer),
+        template_arguments(tokenizer),
         parts,
     ]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]

@@ -72,5 +72,5 @@ def format_row(
 
 
 def _complete(prompt: str, completion: str, loss_on: LossOn) -> FormattedRow:
-    start = len(prompt) if loss_on is LossOn.completion else 0
+    start = 0 if loss_on.is_everything else len(prompt)
     return FormattedRow(prompt + completion, ((start, len(prompt + completion)),))

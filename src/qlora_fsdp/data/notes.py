@@ -19,7 +19,7 @@ from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
-from qlora_fsdp.data.chats.template import Conversation
+from qlora_fsdp.data.chats.template import Conversation, find_variables
 from qlora_fsdp.data.chats.told import find_thoughts
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.message import as_template_sees
@@ -42,6 +42,7 @@ def note_mistakes(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[st
         *check_end_token(tokenizer, spec),
         *check_prompt(tokenizer, spec),
         *check_date(tokenizer, spec),
+        *check_arguments(tokenizer, spec),
         *check_system_prompt(spec),
         *check_turns_as_text(spec),
     ]
@@ -91,6 +92,21 @@ def check_date(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
         f"the chat template writes the day's date into conversations, {_show(dates[0])} today. Rows keep the date of "
         "the day on which they were tokenized, in later runs too, and generate and chat write that of their own day. "
         "For one date everywhere set data.chat_template to a copy in which it stands; it is saved with the adapter."
+    ]
+
+
+def check_arguments(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
+    """Returns a note if the chat template looks at none of a name in data.template_arguments."""
+    template = with_template(tokenizer, _first_data(spec)).chat_template
+    if not spec.settings.template_arguments or not isinstance(template, str):
+        return []
+    known = find_variables(template)
+    unknown = [name for name in spec.settings.template_arguments if name not in known]
+    if not unknown:
+        return []
+    return [
+        f"{show('data.template_arguments', spec.settings.template_arguments)} has {', '.join(unknown)}, at which the"
+        " chat template never looks, so that it changes nothing."
     ]
 
 

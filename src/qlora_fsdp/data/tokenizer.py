@@ -23,6 +23,7 @@ from qlora_fsdp.common.model_figures import LARGEST
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import CHAT_TEMPLATES, DataConfig, DataFormat, ModelConfig, TokenizerConfig
 from qlora_fsdp.data.stop_tokens import BYTES, remember_stop_tokens
+from qlora_fsdp.data.template_arguments import remember_template_arguments
 
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -93,9 +94,10 @@ def find_tokenizer(
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of `model.tokenizer_path`, or of `model.path` if that is not set.
 
-    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter. The tokens
-    at which generation stops are those of the model's files (`stop_tokens`). If the tokenizer has no pad token, its end
-    token becomes the pad token: padding never has a target, and the embeddings keep their size.
+    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter, and it
+    remembers `data.template_arguments`. The tokens at which generation stops are those of the model's files
+    (`stop_tokens`). If the tokenizer has no pad token, its end token becomes the pad token: padding never has a target,
+    and the embeddings keep their size.
 
     Raises:
         CheckpointError: there is no tokenizer, or it has no fast (Rust) version.
@@ -115,6 +117,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     remember_stop_tokens(tokenizer, model)
+    remember_template_arguments(tokenizer, data.template_arguments)
     return tokenizer
 
 

@@ -28,6 +28,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
@@ -148,6 +149,19 @@ class SharedLM(HFLM):  # type: ignore[misc]
             by_rows = ByRows(trained) if model.is_sharded else None
             self.scorer = Scorer(trained, model.device, batch_size, by_rows)
             self.share = texts_of_rank(trained, self.processes)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        arguments = template_arguments(self.tokenizer)
+        if not arguments:
+            return str(super().apply_chat_template(chat_history, add_generation_prompt))
+        text = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **arguments,
+        )
+        return str(text)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._share(super().loglikelihood, requests)

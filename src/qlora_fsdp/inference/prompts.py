@@ -18,6 +18,7 @@ from qlora_fsdp.data.chats.template import check_length, limited_rendering
 from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, check_row
+from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
@@ -124,7 +125,12 @@ def chat_tokens(
         conversation = read_conversation(row["messages"], row["tools"], tokenizer)
         messages, tools = conversation.messages, conversation.tools
         with limited_rendering():
-            text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+            arguments = template_arguments(tokenizer)
+            text = str(
+                tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=True, tokenize=False, **arguments
+                )
+            )
         check_length(text)
         written = conversation.render(messages)
         check_written(conversation, written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from qlora_fsdp.config.schema import DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
-from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, fence, read_license
+from qlora_fsdp.data.template_arguments import template_arguments
+from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, read_license
 from qlora_fsdp.model.adapters.serving import Serving, find_serving, settings_of
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.prepare import Prepared
@@ -147,8 +149,11 @@ def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase
         case DataFormat.messages:
             by_template = "Conversations are written by the chat template in this folder."
             turns = [{"role": "user", "content": QUESTION}]
+            arguments = template_arguments(tokenizer)
+            if arguments:
+                by_template += f" It is given {code(json.dumps(arguments))}, a server's `chat_template_kwargs`."
             try:
-                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **arguments)
             except Exception:  # a template is a program, and its sandbox lets any error through
                 return by_template
             return f"{by_template} A question becomes\n\n{fence(str(text))}"

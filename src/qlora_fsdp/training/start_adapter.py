@@ -114,7 +114,12 @@ def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str
     if differing:
         was = ", ".join(show(f"quant.{name}", values[name]) for name in differing)
         notes.append(f"It was trained on a base with {was}, which is quantized in another way here.")
-    for key, value in (("data.system_prompt", about.system_prompt), ("model.rope_scaling", about.rope_scaling)):
+    trained_with = {
+        "data.system_prompt": about.system_prompt,
+        "data.template_arguments": about.template_arguments or None,
+        "model.rope_scaling": about.rope_scaling,
+    }
+    for key, value in trained_with.items():
         if value is not None and value != value_of(config, key):
             notes.append(
                 f"It was trained with {show(key, value)}, and this run has {show(key, value_of(config, key))}."

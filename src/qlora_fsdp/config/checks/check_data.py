@@ -51,6 +51,25 @@ _WANTS_EVALUATION = "Set data.eval_path, or data.eval_fraction=0.05."
 _NOT_RANDOM = "has no effect with data.format=random."
 # Settings of one data set of a mix that streams can't use, because one stream is made of all data sets.
 _NOT_STREAMED = ("max_rows", "split", "name", "format", "chat_template", "columns", "system_prompt")
+# What every chat template is given beside data.template_arguments, and what transformers' functions take themselves.
+_OF_TEMPLATES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "conversation",
+    "conversations",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
 # What is done with all rows, before the first of them is trained on.
 _OF_ALL_ROWS = ("data.near_duplicates", "data.decontaminate", "data.min_tokens", "data.max_tokens", "data.seed")
 
@@ -71,6 +90,20 @@ def check_data(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
     if no_template is not None:
         fix = "Set data.chat_template to one of these, or null for the tokenizer's own."
         yield problem_with(data, "data.chat_template", f"is {no_template}.", fix)
+    yield from _check_template_arguments(data, task)
+
+
+def _check_template_arguments(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
+    """Yields names that are none, or that a template is given by itself, and arguments where there is no template."""
+    for name in data.template_arguments:
+        if name.isidentifier() and name not in _OF_TEMPLATES:
+            continue
+        reason = "which every template is given by itself" if name in _OF_TEMPLATES else "which is no name"
+        fix = "Write {name that the template looks at: value}, such as {enable_thinking: false}."
+        yield problem_with(data, "data.template_arguments", f"has {name}, {reason}.", fix)
+    if data.template_arguments and task.has_labels:
+        reason = f"has no effect with {show('task.name', task.name)}: rows are no conversations."
+        yield problem_with(data, "data.template_arguments", reason, "Leave it out.")
 
 
 def _explain_template(template: str | None) -> str | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from typing_extensions import assert_never
+
 from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Run, above, at_least, setting, when
 
 # What the QLoRA paper (arXiv:2305.14314) trained Guanaco on: conversations of OpenAssistant.
@@ -28,7 +30,19 @@ class DataFormat(Enum):
 
 class LossOn(Enum):
     completion = "completion"
+    last = "last"
     all = "all"
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether every token is trained on, whoever says it."""
+        match self:
+            case LossOn.all:
+                return True
+            case LossOn.completion | LossOn.last:
+                return False
+            case unknown:
+                assert_never(unknown)
 
 
 class BadRows(Enum):
@@ -103,11 +117,22 @@ class DataConfig:
     )
     # A system message for conversations that have none.
     system_prompt: str | None = setting(None, Run.other, ALWAYS, files=Files.adapters)
-    # Whether to train on the completion, which is the assistant's turns, or on every token.
+    # What is trained on. completion: the completion, which is all of the assistant's turns. last: of a conversation the
+    # last of these alone. all: every token.
     loss_on: LossOn = setting(LossOn.completion, Run.other, ALWAYS, files=Files.users, other_names=("train_on_inputs",))
     # A Jinja file, or the name of a template that ships here (chatml, llama3, alpaca). null: the tokenizer's own.
     chat_template: str | None = setting(
         None, Run.other, ALWAYS, files=Files.users, other_names=("template",), hosts=Hosts.place, is_planned=False
+    )
+    # What the chat template is given beside the messages, in training and when the adapter is used, for which it is
+    # saved: {enable_thinking: false} is known to templates of models that think.
+    template_arguments: dict[str, Any] = setting(
+        {},
+        Run.other,
+        ALWAYS,
+        files=Files.adapters,
+        example="'{enable_thinking: false}'",
+        other_names=("chat_template_kwargs", "enable_thinking"),
     )
     # What to do with an unusable row. error: stop and list all of them. skip: leave it out. truncate: cut it if it is
     # longer than training.max_length, and leave it out if it is unusable for another reason.

@@ -29,24 +29,24 @@ def format_messages(
             rest.
         DataError: there is no chat template.
     """
-    trained = [message["role"] == "assistant" and is_trained(message) for message in messages]
+    trained = _find_trained(messages, loss_on)
     conversation = read_conversation(messages, tools, tokenizer)
     messages, template = conversation.messages, conversation.template
-    if loss_on is LossOn.completion:
+    if not loss_on.is_everything:
         _check_answers(messages, trained)
 
-    has_marks = loss_on is LossOn.completion and has_generation_marks(template)
+    has_marks = not loss_on.is_everything and has_generation_marks(template)
     trace = _trace(conversation)
     if trace is not None:
         text, marks = trace.text, trace.marks
     else:
         text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
     check_written(conversation, text, trace)
-    if loss_on is LossOn.all:
+    if loss_on.is_everything:
         return text, ((0, len(text)),), 0
     check_fields(conversation, text, trained)
     if has_marks:
-        spans = _choose_marks(marks, messages, trained)
+        spans = _choose_marks(marks, trace, messages, trained)
     else:
         try:
             text, spans = find_turns(conversation, text, trace, trained)
@@ -54,6 +54,13 @@ def format_messages(
             check_last_answer(conversation, text)  # which says more
             raise
     return text, tuple(spans), find_told(conversation, text, spans, trained)
+
+
+def _find_trained(messages: list[dict[str, Any]], loss_on: LossOn) -> list[bool]:
+    """For each message whether it is an answer to train on."""
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = answers[-1:] if loss_on is LossOn.last else answers
+    return [number in wanted and is_trained(message) for number, message in enumerate(messages)]
 
 
 def read_conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: PreTrainedTokenizerBase) -> Conversation:
@@ -95,13 +102,18 @@ def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
             raise BadRow(EMPTY, f"message {number}, an answer to train on, is empty")
 
 
-def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: list[bool]) -> list[Span]:
+def _choose_marks(
+    marks: list[Span], trace: Trace | None, messages: list[dict[str, Any]], trained: list[bool]
+) -> list[Span]:
     """The spans of the template's marks that belong to answers to train on."""
-    answers = [
-        is_target for is_target, message in zip(trained, messages, strict=True) if message["role"] == "assistant"
-    ]
-    if all(answers):
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if all(trained[number] for number in answers):
         return marks
+    if trace is not None:
+        owners = {number: trace.parts.get(number, []) for number in answers}
+        found = [[n for n, parts in owners.items() if any(s <= start < e for s, e in parts)] for start, _ in marks]
+        if all(len(numbers) == 1 for numbers in found):
+            return [mark for mark, (number,) in zip(marks, found, strict=True) if trained[number]]
     if len(marks) != len(answers):
         raise BadRow(NO_TARGET, f"the chat template marks {len(marks)} of {len(answers)} answers, some not to train on")
-    return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
+    return [mark for mark, number in zip(marks, answers, strict=True) if trained[number]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
-from jinja2 import Template, TemplateError, UndefinedError, nodes
+from jinja2 import Template, TemplateError, UndefinedError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -19,6 +20,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.limits import limited_memory, limited_time
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.data.row import REFUSED, BadRow
+from qlora_fsdp.data.template_arguments import template_arguments
 
 Span = tuple[int, int]  # characters: start, end
 RENDER_SECONDS = 30.0  # of processor time; honest templates take milliseconds
@@ -86,6 +88,16 @@ class Conversation:
     template: str
     tokenizer: PreTrainedTokenizerBase
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the template is given beside the messages and the tools: special tokens, and data.template_arguments."""
+        return {**self.tokenizer.special_tokens_map, **template_arguments(self.tokenizer)}
+
+    @property
+    def variables_key(self) -> str:
+        """These as one text, by which what is found out of a template is kept: a tokenizer may get others."""
+        return json.dumps(self.variables, default=str)
+
     def replace(self, number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages with another one in the place of one."""
         return [*self.messages[:number], message, *self.messages[number + 1 :]]
@@ -110,7 +122,6 @@ class Conversation:
     def _render(
         self, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
-        special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         try:
             with limited_rendering():
                 rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
@@ -119,7 +130,7 @@ class Conversation:
                     chat_template=self.template,
                     add_generation_prompt=prompt,
                     return_assistant_tokens_mask=marks,
-                    **special_tokens,
+                    **self.variables,
                 )
         except DataError:
             raise
@@ -159,10 +170,10 @@ class Conversation:
             marks.append((length, length + len(marked)))
             return marked
 
-        variables = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
+        given = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
         calls = {event: partial(note, event) for event in (BEGIN, TAKE, END)} | {MARK: mark}
         with limited_rendering():
-            for block in _compile(self.template).generate({**self.tokenizer.special_tokens_map, **variables, **calls}):
+            for block in _compile(self.template).generate({**self.variables, **given, **calls}):
                 blocks.append(block)
                 length += len(block)
         text = "".join(blocks)
@@ -246,6 +257,14 @@ def find_texts(source: str) -> tuple[str, ...]:
     tree = chat_template_utils._compile_jinja_template(source).environment.parse(source)
     written = [node.data for node in tree.find_all(nodes.TemplateData)]
     return *written, *(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+
+
+@lru_cache(maxsize=8)
+def find_variables(source: str) -> frozenset[str]:
+    """The names that a template looks at and does not set itself."""
+    return frozenset(
+        meta.find_undeclared_variables(chat_template_utils._compile_jinja_template(source).environment.parse(source))
+    )
 
 
 @lru_cache(maxsize=8)

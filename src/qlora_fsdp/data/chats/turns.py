@@ -137,7 +137,7 @@ def find_turns(
 def stops_of(conversation: Conversation) -> tuple[str, ...]:
     """The stop tokens of answers as text: those of the model, and the one with which the template ends answers."""
     tokenizer = conversation.tokenizer
-    return _template_stops(conversation.template, tokenizer, stop_texts(tokenizer), _special_tokens(tokenizer))
+    return _template_stops(conversation.template, tokenizer, stop_texts(tokenizer), conversation.variables_key)
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def end_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _template_stops(
-    template: str, tokenizer: PreTrainedTokenizerBase, stops: tuple[str, ...], special_tokens: tuple[Any, ...]
+    template: str, tokenizer: PreTrainedTokenizerBase, stops: tuple[str, ...], variables: str
 ) -> tuple[str, ...]:
     """The stop tokens, with what ends an answer that another message follows, if it is none of them: maybe no token."""
     messages, more = followed(calls=False)
@@ -377,7 +377,7 @@ def _find_added(conversation: Conversation, text: str, turn: Span) -> str:
     """
     tokenizer, stops, number = conversation.tokenizer, stops_of(conversation), len(conversation.messages) - 1
     calls = bool(conversation.messages[number].get("tool_calls"))
-    written = _written_behind(conversation.template, tokenizer, stops, calls, _special_tokens(tokenizer))
+    written = _written_behind(conversation.template, tokenizer, stops, calls, conversation.variables_key)
     if written is not None:
         return written
     words_end = _end_of_words(conversation, text, number, turn)
@@ -391,7 +391,7 @@ def _written_behind(
     tokenizer: PreTrainedTokenizerBase,
     stops: tuple[str, ...],
     calls: bool,
-    special_tokens: tuple[Any, ...],
+    variables: str,
 ) -> str | None:
     """What a template writes behind a last turn once more follows, up to the stop token; None: it writes none."""
     messages, more = followed(calls)
@@ -417,7 +417,7 @@ def _find_by_kind(conversation: Conversation, trace: Trace, numbers: list[int]) 
     roles = {message["role"] for message in messages[1 if messages[0]["role"] == "system" else 0 :]}
     if says_markup or not roles <= {"user", "assistant", "tool"}:
         return {}
-    special_tokens = _special_tokens(tokenizer)
+    variables = conversation.variables_key
     found = {}
     for number in numbers:
         pieces = trace.parts.get(number, [])
@@ -426,7 +426,7 @@ def _find_by_kind(conversation: Conversation, trace: Trace, numbers: list[int]) 
             continue
         small, place = json.dumps(example[0]), example[1]
         stops, has_tools = stop_texts(tokenizer), bool(conversation.tools)
-        frame = _learn(small, place, has_tools, template, tokenizer, special_tokens, stops)
+        frame = _learn(small, place, has_tools, template, tokenizer, variables, stops)
         turn = None if frame is None else frame.find(trace.text, pieces[0], _must_say(messages[number], words))
         if turn is not None:
             found[number] = turn
@@ -440,7 +440,7 @@ def _learn(
     has_tools: bool,
     template: str,
     tokenizer: PreTrainedTokenizerBase,
-    special_tokens: tuple[Any, ...],  # of the tokenizer, which may get others
+    variables: str,
     stops: tuple[str, ...],
 ) -> Frame | None:
     """What is around turn `number` of a small conversation, `example`; None if that can't be found."""
@@ -526,7 +526,3 @@ def can_trace(template: str, tokenizer: PreTrainedTokenizerBase) -> bool:
                 return False
             is_proven = True
     return is_proven
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, Any], ...]:
-    return tuple(tokenizer.special_tokens_map.items())
