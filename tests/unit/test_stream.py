@@ -15,12 +15,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.feather
@@ -30,15 +32,18 @@ from tests.helpers.streams import GLOBAL_BATCH_SIZE, NUM_SEQUENCES, SETTINGS, TO
 from tests.helpers.streams import stream as stream_on
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn
 from qlora_fsdp.data.batch import collate
+from qlora_fsdp.data.chats.told import NO_STOP, THOUGHTS_LEFT_OUT, TOLD
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.streams.endless_rows import EndlessRows
 from qlora_fsdp.data.streams.kept_windows import KeptWindows
+from qlora_fsdp.data.streams.share import ShareTable, ToldRows, join_told
 from qlora_fsdp.data.streams.stream import StreamedSequences
 from qlora_fsdp.data.streams.windows import Place, Window, find_place, note_place
+from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.training.batches import GlobalBatches
@@ -434,3 +439,28 @@ def test_a_killed_worker_ends_it_with_one_message(tmp_path: Path):
 
 def _kill_itself(batch: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_template_leaves_out_is_counted_in_streams_too(tmp_path: Path):
+    answer = {"role": "assistant", "content": "Hello!", "reasoning_content": "A greeting."}
+    rows = [{"messages": [{"role": "user", "content": str(number)}, answer]} for number in range(30)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    tokenize = RowTokenizer(TOKENIZER, DataFormat.auto, LossOn.completion, 200, BadRows.skip)
+    (tmp_path / "run").mkdir()
+    for _ in range(2):  # the second time with the window of a file
+        kept = KeptWindows(tmp_path / "run", [], "key", GLOBAL_BATCH_SIZE)
+        settings = replace(SETTINGS, max_length=200)
+        data = stream_on([path], _started[0], settings=settings, map_batches=partial(map, tokenize), kept=kept)
+        (told,) = data.first_window.report.told
+        assert told.startswith(f"20 rows used: {TOLD[THOUGHTS_LEFT_OUT]} (rows.jsonl:1, ") and told.endswith(":5, ...)")
+
+
+def test_what_is_told_of_several_shares_is_told_once():
+    def table(*told: ToldRows) -> ShareTable:
+        return ShareTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32), (), -1, "", told)
+
+    even = ToldRows(NO_STOP, 30, tuple((row, f"rows:{row}") for row in (0, 2, 4, 6, 8)))
+    odd = ToldRows(NO_STOP, 2, ((1, "rows:1"), (3, "rows:3")))
+    other = ToldRows(THOUGHTS_LEFT_OUT, 1, ((5, "rows:5"),))
+    both = ToldRows(NO_STOP, 32, tuple((row, f"rows:{row}") for row in (0, 1, 2, 3, 4)))
+    assert join_told([table(even), table(odd, other)]) == (other, both)

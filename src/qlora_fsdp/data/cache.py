@@ -21,8 +21,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.common.text import plural
-from qlora_fsdp.data.chats.told import TOLD
+from qlora_fsdp.data.chats.told import NUM_PLACES, TOLD, tell
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
 from qlora_fsdp.data.stop_tokens import stop_ids
@@ -150,12 +149,11 @@ class Entry:
 
     def _tell(self) -> Iterator[str]:
         """Yields what the model learns otherwise than the data says, each with the number of rows and the first."""
-        for flag, text in TOLD.items():
+        for flag in TOLD:
             rows = np.flatnonzero(self.whole.flags & flag)
             if len(rows):
-                places = [place for place, _ in _read_places(self.folder / PLACES, rows[:NUM_EXAMPLES])]
-                more = ", ..." if len(rows) > NUM_EXAMPLES else ""
-                yield f"{plural(len(rows), 'row')} used: {text} ({', '.join(places)}{more})"
+                places = [place for place, _ in _read_places(self.folder / PLACES, rows[:NUM_PLACES])]
+                yield tell(flag, len(rows), places)
 
     def _count(self, counter: ProblemCounter, pieces: Pieces) -> None:
         for problem in pieces.problems:

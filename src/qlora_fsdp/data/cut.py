@@ -18,6 +18,7 @@ from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, TOO_LONG
 # Flags of a row of tokens
 MAY_SPLIT = 1  # what is beyond max_length becomes further rows: it is plain text
 WITH_BEFORE = 2  # it was one row with the one before: if one of them can't be used, neither is
+SAME_ROW = 4  # it was made of the same row of the data as the one before, and each is used without the other
 
 
 @dataclass(frozen=True)

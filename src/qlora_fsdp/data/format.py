@@ -8,10 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema import DataFormat, LossOn
-from qlora_fsdp.data.chats.conversation import format_messages, read_conversation
+from qlora_fsdp.config.schema import DataFormat, LossOn, Thoughts
+from qlora_fsdp.data.chats.conversation import format_conversation
 from qlora_fsdp.data.chats.template import Span
-from qlora_fsdp.data.chats.written import check_words
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -44,9 +43,13 @@ class FormattedRow:
 
 
 def format_row(
-    form: DataFormat, row: dict[str, Any], loss_on: LossOn, tokenizer: PreTrainedTokenizerBase
-) -> FormattedRow:
-    """Formats a row that `check_row` let pass.
+    form: DataFormat,
+    row: dict[str, Any],
+    loss_on: LossOn,
+    tokenizer: PreTrainedTokenizerBase,
+    thoughts: Thoughts = Thoughts.last,
+) -> list[FormattedRow]:
+    """Formats a row that `check_row` let pass. It becomes several only by `Thoughts.all`.
 
     Raises:
         BadRow: the chat template refuses it or leaves some of it out, or its assistant turns can't be told from the
@@ -55,16 +58,15 @@ def format_row(
     """
     match form:
         case DataFormat.messages:
-            text, spans, told = format_messages(row["messages"], row.get("tools"), loss_on, tokenizer)
-            check_words(read_conversation(row["messages"], row.get("tools"), tokenizer), text)
-            return FormattedRow(text, spans, is_chat=True, told=told)
+            examples = format_conversation(row["messages"], row.get("tools"), loss_on, thoughts, tokenizer)
+            return [FormattedRow(text, spans, is_chat=True, told=told) for text, spans, told in examples]
         case DataFormat.text:
-            return FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)
+            return [FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)]
         case DataFormat.prompt_completion:
-            return _complete(row["prompt"], row["completion"], loss_on)
+            return [_complete(row["prompt"], row["completion"], loss_on)]
         case DataFormat.instruction:
             prompt = (ALPACA_WITH_INPUT if row.get("input") else ALPACA).format_map(row)
-            return _complete(prompt, row["output"], loss_on)
+            return [_complete(prompt, row["output"], loss_on)]
         case DataFormat.auto | DataFormat.sharegpt | DataFormat.random:
             raise AssertionError(f"check_row gives no row the form {form.value}")
         case _:

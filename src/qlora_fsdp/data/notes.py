@@ -20,7 +20,7 @@ from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation, find_variables
-from qlora_fsdp.data.chats.told import find_thoughts
+from qlora_fsdp.data.chats.thoughts import find_thoughts
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.message import as_template_sees
 from qlora_fsdp.data.read import training_paths

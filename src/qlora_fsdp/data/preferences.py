@@ -101,7 +101,11 @@ class PreferenceRowTokenizer:
         row = parse_row(raw)
         answers = read_answers(row, self.is_paired, self.columns)
         margin = _read_margin(row, self.columns) if self.has_margin else None
-        formatted = [format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer) for answer in answers]
+        formatted = [
+            row
+            for answer in answers
+            for row in format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer)
+        ]
         found = list(inner.encode(formatted))
         if not all(len(tokens) for (tokens, _), _ in found):
             raise BadRow(NO_TARGET)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
+from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn, Thoughts
 from qlora_fsdp.data.chats.template import Span
 from qlora_fsdp.data.chats.turns import ends_of
-from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
+from qlora_fsdp.data.cut import MAY_SPLIT, SAME_ROW, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt, check_row
@@ -56,30 +56,32 @@ class RowTokenizer:
     bad_rows: BadRows
     columns: Mapping[str, str] = field(default_factory=dict)
     system_prompt: str | None = None
+    thoughts: Thoughts = Thoughts.last
 
     def __call__(self, batch: Columns) -> Columns:
         """Maps columns `place` and `row` to COLUMNS. A row may become several; a bad one stays, empty."""
         return _cut_batch(self.whole(batch), CutSettings(self.max_length, self.bad_rows is BadRows.truncate))
 
     def whole(self, batch: Columns) -> Columns:
-        """Maps columns `place` and `row` to COLUMNS, one row for each, not yet cut.
+        """Maps columns `place` and `row` to COLUMNS, one row for each or, by `Thoughts.all`, several, not yet cut.
 
         Of a row that is too long, and is not split, it is a beginning of more than `max_length` tokens.
         """
         out: Columns = {name: [] for name in COLUMNS}
-        formatted: list[tuple[str, FormattedRow]] = []
+        formatted: list[tuple[str, FormattedRow, bool]] = []
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
                 form, fields = check_row(parse_row(raw), self.data_format, self.columns)
                 if self.system_prompt and form is DataFormat.messages:
                     fields = add_system_prompt(fields, self.system_prompt)
-                formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))
+                rows = format_row(form, fields, self.loss_on, self.tokenizer, self.thoughts)
+                formatted += [(place, row, number > 0) for number, row in enumerate(rows)]
             except BadRow as bad:
                 add_row(out, place, bad.kind, bad.detail)
-        encoded = self.encode([row for _, row in formatted])
-        for (place, row), (row_tokens, detail) in zip(formatted, encoded, strict=True):
+        encoded = self.encode([row for _, row, _ in formatted])
+        for (place, row, is_further), (row_tokens, detail) in zip(formatted, encoded, strict=True):
             problem = "" if len(row_tokens[0]) else NO_TARGET
-            flags = row.told | (MAY_SPLIT if row.may_split else 0)
+            flags = row.told | (MAY_SPLIT if row.may_split else 0) | (SAME_ROW if is_further else 0)
             add_row(out, place, problem, detail, row_tokens, flags=flags)
         return out
 
@@ -169,7 +171,7 @@ def _cut_batch(whole: Columns, settings: CutSettings) -> Columns:
         for span in spans.get(row, []):
             mask = flat.is_target[span].copy()
             mask[:1] = False
-            add_row(out, place[row], *problem, (flat.tokens[span], mask))
+            add_row(out, place[row], *problem, (flat.tokens[span], mask), flags=flags[row])
             problem = ("", "")  # a row is counted once, not each of its pieces
     return out
 

@@ -27,7 +27,7 @@ from qlora_fsdp.common.files import remove
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
-from qlora_fsdp.config.schema import BadRows, TaskName
+from qlora_fsdp.config.schema import BadRows, TaskName, Thoughts
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
@@ -125,7 +125,14 @@ def text_tokenizer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> RowTok
     """Make the function that turns batches of raw rows of a language model into token rows."""
     data, max_length = spec.settings, spec.max_length
     return RowTokenizer(
-        tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns, data.system_prompt
+        tokenizer,
+        data.format,
+        data.loss_on,
+        max_length,
+        data.bad_rows,
+        data.columns,
+        data.system_prompt,
+        data.thoughts,
     )
 
 
@@ -283,6 +290,7 @@ def _entry_folder(source: Source, spec: DataSpec, tokenizer: PreTrainedTokenizer
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
         *(["split", data.split] if source.hub is None and "[" in data.split else []),
         *(["system", data.system_prompt] if data.system_prompt else []),
+        *(["thoughts", data.thoughts.value] if data.thoughts is not Thoughts.last else []),
     )
     return find_cache(data.cache_folder, DEFAULT_CACHE_FOLDER) / key
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.cut import WITH_BEFORE
+from qlora_fsdp.data.cut import SAME_ROW, WITH_BEFORE
 from qlora_fsdp.data.tokenize import Mask, TokenRow, Tokens
 
 
@@ -45,7 +45,9 @@ class TokenizedRows:
     @property
     def raw_rows(self) -> NDArray[np.int64]:
         """For each row the number of the raw row that it was made of, [num_rows], ascending."""
-        begins = (self.flags & WITH_BEFORE) == 0 if len(self.flags) else np.ones(len(self.num_targets), dtype=bool)
+        begins = np.ones(len(self.num_targets), dtype=bool)
+        if len(self.flags):
+            begins = (self.flags & (WITH_BEFORE | SAME_ROW)) == 0
         if self.whole_ends is not None:
             begins[1:] &= np.diff(self.whole_ends) > 0
         return np.cumsum(begins)

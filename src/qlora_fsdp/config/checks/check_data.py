@@ -18,6 +18,7 @@ from qlora_fsdp.config.schema import (
     DataFormat,
     TaskConfig,
     TaskName,
+    Thoughts,
     TrackingConfig,
     TrainingConfig,
 )
@@ -91,6 +92,9 @@ def check_data(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
         fix = "Set data.chat_template to one of these, or null for the tokenizer's own."
         yield problem_with(data, "data.chat_template", f"is {no_template}.", fix)
     yield from _check_template_arguments(data, task)
+    if data.thoughts is Thoughts.all and data.loss_on.is_everything:
+        reason = f"is about answers, and {show('data.loss_on', data.loss_on)} trains on every token."
+        yield problem_with(data, "data.thoughts", reason, "Leave one of them out.")
 
 
 def _check_template_arguments(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:

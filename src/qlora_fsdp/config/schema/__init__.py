@@ -19,6 +19,7 @@ from qlora_fsdp.config.schema.data import (
     DataConfig,
     DataFormat,
     LossOn,
+    Thoughts,
 )
 from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
 from qlora_fsdp.config.schema.launch import DistributedConfig, LaunchConfig, SlurmConfig
@@ -106,6 +107,7 @@ __all__ = [
     "SlurmConfig",
     "TaskConfig",
     "TaskName",
+    "Thoughts",
     "TokenizerConfig",
     "TrackerName",
     "TrackingConfig",

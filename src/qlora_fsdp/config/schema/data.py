@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Run, above, at_least, setting, when
+from qlora_fsdp.config.schema.task import TaskName
 
 # What the QLoRA paper (arXiv:2305.14314) trained Guanaco on: conversations of OpenAssistant.
 DEFAULT_DATA = "timdettmers/openassistant-guanaco"
@@ -43,6 +44,12 @@ class LossOn(Enum):
                 return False
             case unknown:
                 assert_never(unknown)
+
+
+class Thoughts(Enum):
+    last = "last"
+    all = "all"
+    none = "none"
 
 
 class BadRows(Enum):
@@ -119,7 +126,13 @@ class DataConfig:
     system_prompt: str | None = setting(None, Run.other, ALWAYS, files=Files.adapters)
     # What is trained on. completion: the completion, which is all of the assistant's turns. last: of a conversation the
     # last of these alone. all: every token.
-    loss_on: LossOn = setting(LossOn.completion, Run.other, ALWAYS, files=Files.users, other_names=("train_on_inputs",))
+    loss_on: LossOn = setting(
+        LossOn.completion, Run.other, ALWAYS, files=Files.users, other_names=("train_on_inputs", "mask_history")
+    )
+    # The thoughts of answers. last: the chat template decides, and most templates write those of the last answer alone.
+    # all: answers whose thoughts it leaves out are trained on as the ends of conversations of their own, so that a row
+    # becomes several. none: there are none, whatever the data has.
+    thoughts: Thoughts = setting(Thoughts.last, Run.other, when("task.name", TaskName.causal_lm), files=Files.users)
     # A Jinja file, or the name of a template that ships here (chatml, llama3, alpaca). null: the tokenizer's own.
     chat_template: str | None = setting(
         None, Run.other, ALWAYS, files=Files.users, other_names=("template",), hosts=Hosts.place, is_planned=False

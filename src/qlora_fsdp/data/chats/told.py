@@ -7,23 +7,26 @@ model is used with the same template; but whoever prepared the data does not see
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.data.chats.template import Conversation, Span
+from qlora_fsdp.data.chats.thoughts import find_thoughts
 from qlora_fsdp.data.chats.turns import stops_of
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that templates have for its thoughts
-
 # Flags of a row, beside those of data.cut.
-THOUGHTS_LEFT_OUT = 4
-WORDS_LEFT_OUT = 8
-EMPTY_THOUGHTS = 16
-NO_STOP = 32
+THOUGHTS_LEFT_OUT = 8
+WORDS_LEFT_OUT = 16
+EMPTY_THOUGHTS = 32
+NO_STOP = 64
+OWN_CONVERSATIONS = 128
 
 TOLD = {
     THOUGHTS_LEFT_OUT: "the chat template leaves out thoughts of answers, as most do where more follows, so that these"
-    " answers teach the model to say nothing of what it thinks. To train on all thoughts make each answer the last of a"
-    " row of its own, or set data.chat_template to one that keeps thoughts",
+    " answers teach the model to say nothing of what it thinks. data.thoughts=all trains on the thoughts of all answers"
+    " that the template writes anywhere, data.thoughts=none on those of none",
+    OWN_CONVERSATIONS: "data.thoughts=all makes several conversations of each, as the chat template leaves out the"
+    " thoughts of earlier answers: each answer is trained on once, where its thoughts are written",
     WORDS_LEFT_OUT: "the chat template leaves out what answers say beside calls of tools, and the calls alone are"
     " trained on",
     EMPTY_THOUGHTS: "the chat template writes empty thoughts before answers that have none, and the prompt for an"
@@ -31,21 +34,19 @@ TOLD = {
     NO_STOP: "the chat template writes no stop token behind answers that more follows, so that they do not teach the"
     " model to stop",
 }
+NUM_PLACES = 5  # of rows that are named
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 
 
-def find_told(conversation: Conversation, text: str, spans: list[Span], trained: list[bool]) -> int:
+def find_told(conversation: Conversation, text: str, spans: Sequence[Span], trained: Sequence[bool]) -> int:
     """The flags of a conversation, in whose text `spans` are trained on, and of whose messages those in `trained`."""
-    flags = 0
-    said = "\0".join(text[start:end] for start, end in spans)
+    flags = THOUGHTS_LEFT_OUT if find_lost_thoughts(conversation, text, spans, trained) else 0
+    said = _join(text, spans)
     thinks = False
     for message, is_target in zip(conversation.messages, trained, strict=True):
         if not is_target:
             continue
-        thoughts = find_thoughts(message)
-        thinks |= bool(thoughts)
-        if thoughts and _last_line(thoughts) not in said:
-            flags |= THOUGHTS_LEFT_OUT
+        thinks |= bool(find_thoughts(message))
         words = message.get("content")
         if message.get("tool_calls") and isinstance(words, str) and _last_line(words) not in said:
             flags |= WORDS_LEFT_OUT
@@ -58,11 +59,25 @@ def find_told(conversation: Conversation, text: str, spans: list[Span], trained:
     return flags
 
 
-def find_thoughts(message: dict[str, Any]) -> str:
-    """The thoughts of an answer, which stand in a field of their own or before its words; empty if it has none."""
-    field = next((message[key] for key in REASONING if message.get(key)), None)
-    said = str(message.get("content")).rpartition("</think>")[0].rpartition("<think>")[2]
-    return str(field or said).strip()
+def tell(flag: int, num_rows: int, places: Sequence[str]) -> str:
+    """The line of log and preview about the rows that have a flag, the first of which are at `places`."""
+    more = ", ..." if num_rows > len(places) else ""
+    return f"{plural(num_rows, 'row')} used: {TOLD[flag]} ({', '.join(places)}{more})"
+
+
+def find_lost_thoughts(conversation: Conversation, text: str, spans: Sequence[Span], trained: Sequence[bool]) -> list[int]:
+    """The numbers of the answers to train on whose thoughts are in nothing that is trained on."""
+    said = _join(text, spans)
+    found = []
+    for number, (message, is_target) in enumerate(zip(conversation.messages, trained, strict=True)):
+        thoughts = find_thoughts(message) if is_target else ""
+        if thoughts and _last_line(thoughts) not in said:
+            found.append(number)
+    return found
+
+
+def _join(text: str, spans: Sequence[Span]) -> str:
+    return "\0".join(text[start:end] for start, end in spans)
 
 
 def _last_line(said: str) -> str:

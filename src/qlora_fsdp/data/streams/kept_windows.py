@@ -27,8 +27,9 @@ from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.files import create, remove, replacing
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.common.text import printable
+from qlora_fsdp.data.chats.told import TOLD
 from qlora_fsdp.data.files.position import Position
-from qlora_fsdp.data.streams.share import PlacedProblem, Share, ShareTable
+from qlora_fsdp.data.streams.share import PlacedProblem, Share, ShareTable, ToldRows
 from qlora_fsdp.data.streams.windows import Place
 from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.records.run_state import CHECKPOINTS, WINDOWS_FOLDER, checkpoint_folders, step_of
@@ -120,6 +121,7 @@ def _encode(key: str, place: Place, rows: Share, ends: Sequence[Position]) -> by
         "place": asdict(place),
         "ends": [asdict(end) for end in ends],
         "problems": [[*asdict(problem).values()] for problem in table.problems],
+        "told": [[*asdict(told).values()] for told in table.told],
     }
     arrays: dict[str, NDArray[Any]] = {
         "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
@@ -157,10 +159,15 @@ def _parse(content: bytes, key: str, place: Place) -> tuple[Share, list[Position
         PlacedProblem(int(row), printable(where), printable(kind), printable(detail), bool(is_kept))
         for row, where, kind, detail, is_kept in about["problems"]
     ]
+    told = [
+        ToldRows(int(flag), int(num_rows), tuple((int(row), printable(where)) for row, where in first))
+        for flag, num_rows, first in about["told"]
+        if flag in TOLD
+    ]
     ends = [Position.from_json(end) for end in about["ends"]]
     if len(ends) != len(place.positions):
         raise ValueError("it is of another mix")
-    table = ShareTable(raw_rows, lengths, num_targets, tuple(problems), largest, "")
+    table = ShareTable(raw_rows, lengths, num_targets, tuple(problems), largest, "", tuple(told))
     return Share(table, np.split(tokens, starts[1:])), ends
 
 

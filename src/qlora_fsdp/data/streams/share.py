@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_fsdp.data.chats.told import NUM_PLACES, TOLD
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
 from qlora_fsdp.data.files.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
@@ -31,6 +32,18 @@ class PlacedProblem:
 
 
 @dataclass(frozen=True)
+class ToldRows:
+    """Rows of which the same is to be told: the flag of `chats.told`, how many they are, and the first few of them.
+
+    Of these it has the number in the window, and the place in the data.
+    """
+
+    flag: int
+    num_rows: int
+    first: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
 class ShareTable:
     """What every rank gets to know of a share.
 
@@ -41,6 +54,7 @@ class ShareTable:
         problems: what is wrong with raw rows.
         max_token_id: -1 without rows.
         unlearnable: why attention can learn nothing from these rows; empty if it can, or where there are none.
+        told: what the model learns of these rows otherwise than the data says.
     """
 
     raw_rows: Indices
@@ -49,6 +63,7 @@ class ShareTable:
     problems: tuple[PlacedProblem, ...]
     max_token_id: int
     unlearnable: str
+    told: tuple[ToldRows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,22 +83,47 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
         {"place": [number for number, _ in part], "row": [row for _, (_, row) in part]} for part in parts
     )
     found: list[tuple[int, Tokens, Mask]] = []
+    flags: list[int] = []
     problems: list[PlacedProblem] = []
     for out in map_batches(batches):
-        columns = ("place", "problem", "detail", "tokens", "is_target")
-        for number, kind, detail, tokens, is_target in zip(*(out[column] for column in columns), strict=True):
+        columns = ("place", "problem", "detail", "tokens", "is_target", "flags")
+        for number, kind, detail, tokens, is_target, row_flags in zip(*(out[name] for name in columns), strict=True):
             if kind:
                 problems.append(PlacedProblem(number, places[number], kind, detail, len(tokens) > 0))
             if len(tokens):
                 found.append((number, tokens, is_target))
+                flags.append(row_flags)
     lengths = np.array([len(tokens) for _, tokens, _ in found], dtype=np.int64)
     num_targets = np.array([int(is_target.sum()) for _, _, is_target in found], dtype=np.int32)
     largest = max((int(tokens.max()) for _, tokens, _ in found), default=-1)
     numbers = np.array([number for number, _, _ in found], dtype=np.int64)
     is_target = np.concatenate([np.zeros(0, bool), *(mask for _, _, mask in found)])
     reason = explain_unlearnable(is_target, np.cumsum([0, *lengths]), num_targets, path)
-    table = ShareTable(numbers, lengths, num_targets, tuple(problems), largest, reason)
+    table = ShareTable(
+        numbers, lengths, num_targets, tuple(problems), largest, reason, _find_told(numbers, flags, places)
+    )
     return Share(table, [mark_targets(tokens, is_target) for _, tokens, is_target in found])
+
+
+def _find_told(numbers: Indices, flags: Sequence[int], places: Mapping[int, str]) -> tuple[ToldRows, ...]:
+    """What is to be told of token rows with these flags, of raw rows with these numbers."""
+    told = []
+    for flag in TOLD:
+        rows = numbers[np.flatnonzero(np.array(flags, dtype=np.int64) & flag)].tolist()
+        if rows:
+            told.append(ToldRows(flag, len(rows), tuple((row, places[row]) for row in rows[:NUM_PLACES])))
+    return tuple(told)
+
+
+def join_told(tables: Sequence[ShareTable]) -> tuple[ToldRows, ...]:
+    """What is to be told of the rows of several shares."""
+    joined = []
+    for flag in TOLD:
+        parts = [told for table in tables for told in table.told if told.flag == flag]
+        if parts:
+            first = sorted(row for part in parts for row in part.first)
+            joined.append(ToldRows(flag, sum(part.num_rows for part in parts), tuple(first[:NUM_PLACES])))
+    return tuple(joined)
 
 
 def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Share:
@@ -99,7 +139,9 @@ def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Shar
     order = np.argsort(raw_rows, kind="stable")
     rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
     largest = max((table.max_token_id for table in tables), default=-1)
-    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], _problems_of(tables), largest, "")
+    problems = _problems_of(tables)
+    told = join_told(tables)
+    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], problems, largest, "", told)
     return Share(table, [rows[row] for row in order])
 
 

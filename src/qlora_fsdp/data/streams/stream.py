@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common import threads
 from qlora_fsdp.config.data_sets import mixed_sets
-from qlora_fsdp.config.schema import BadRows, DataConfig
+from qlora_fsdp.config.schema import BadRows, DataConfig, Thoughts
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.notes import note_mistakes
@@ -257,4 +257,5 @@ def _key(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, sources: Sequence[S
         [spec.max_length, spec.packs_rows, spec.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
         *(["system", data.system_prompt] if data.system_prompt else []),
+        *(["thoughts", data.thoughts.value] if data.thoughts is not Thoughts.last else []),
     )

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.data.chats.told import tell
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.files.row_files import RawRow
@@ -37,7 +38,15 @@ from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.streams.endless_rows import EndlessRows, find_reader_rank
 from qlora_fsdp.data.streams.kept_windows import KeptWindows
-from qlora_fsdp.data.streams.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
+from qlora_fsdp.data.streams.share import (
+    IndexedRow,
+    Share,
+    ShareTable,
+    count_problems,
+    join_shares,
+    join_told,
+    tokenize_share,
+)
 from qlora_fsdp.data.streams.windows import Place, Window, WindowRows
 from qlora_fsdp.data.together import failing_together
 from qlora_fsdp.data.tokenized_rows import check_token_ids
@@ -221,7 +230,8 @@ class WindowMaker:
         num_rows = sum(len(table.lengths) for table in tables)
         skipped = tuple(line for source in self.sources for line in source.skipped)
         problems = count_problems(tables, counter)
-        report = ReadReport(self._path, num_read, num_rows, 0, -1, problems, 0, skipped, tuple(repeated))
+        told = tuple(tell(rows.flag, rows.num_rows, [where for _, where in rows.first]) for rows in join_told(tables))
+        report = ReadReport(self._path, num_read, num_rows, 0, -1, problems, 0, skipped, tuple(repeated), told=told)
         if report.problems and self.strict:
             raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
         if not num_rows:
