@@ -65,7 +65,9 @@ def tell(flag: int, num_rows: int, places: Sequence[str]) -> str:
     return f"{plural(num_rows, 'row')} used: {TOLD[flag]} ({', '.join(places)}{more})"
 
 
-def find_lost_thoughts(conversation: Conversation, text: str, spans: Sequence[Span], trained: Sequence[bool]) -> list[int]:
+def find_lost_thoughts(
+    conversation: Conversation, text: str, spans: Sequence[Span], trained: Sequence[bool]
+) -> list[int]:
     """The numbers of the answers to train on whose thoughts are in nothing that is trained on."""
     said = _join(text, spans)
     found = []
