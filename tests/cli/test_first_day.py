@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from tests.cli.launch import run_forked
+from tests.cli.launch import SCRIPT, child_environment, run_forked
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.lines import read_lines, write_lines
 
@@ -83,6 +85,23 @@ def test_a_run_that_does_not_learn_or_explodes_says_so(
     assert [f"Note: {summary['doubt']}"] == notes if notes else "doubt" not in summary
 
 
+@pytest.mark.parametrize("name", ["tokens", "is_target", "starts", "num_targets", "flags"])
+def test_a_flipped_byte_in_the_cache_is_found_and_the_data_made_anew(
+    name: str, typed: list[str], tmp_path: Path
+) -> None:
+    settings = [*typed, "training.max_steps=2", "training.global_batch_size=1"]
+    _, folder = train(tmp_path, *settings)
+    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    (file,) = tmp_path.glob(f"*/{name}.bin")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    printed, folder = train(tmp_path, *settings)
+    assert f"The tokenized data is damaged and made anew: {file} has other bytes" in printed
+    assert [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line] == losses
+    assert "damaged" not in train(tmp_path, *settings)[0]
+
+
 def test_a_run_has_one_final_training_loss(typed: list[str], tmp_path: Path) -> None:
     printed, folder = train(tmp_path, *typed, "training.max_steps=24", "training.global_batch_size=1")
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
@@ -94,3 +113,23 @@ def test_a_run_has_one_final_training_loss(typed: list[str], tmp_path: Path) -> 
     assert f"{first:.4f} in the first 10 steps | {final:.4f} in the last 10 steps" in card
     code, shown = run_forked(tmp_path, "status", "outputs")
     assert code == 0 and f"{final:.4f}" in shown
+
+
+@pytest.mark.parametrize("command", ["preview", "train"])
+def test_a_model_that_can_not_be_had_offline_is_answered_after_one_question(command: str, tmp_path: Path) -> None:
+    """Nobody listens at the hub's address. Its libraries' own retries, which would take 100 seconds, print a line."""
+    write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    asked = subprocess.run(
+        [sys.executable, str(SCRIPT), command, "model=llama3-70b", "data=rows.jsonl"],
+        env=child_environment() | nobody,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    printed = asked.stdout + asked.stderr
+    assert asked.returncode == 2, printed
+    assert "Retry" not in printed
+    assert "Connection refused" in printed
+    assert "meta-llama/Meta-Llama-3-70B" in printed

@@ -34,6 +34,7 @@ SETTINGS = [
 SETTINGS += ["training.max_steps=4", "training.eval_every_steps=2", "checkpoint.every_steps=1", "lora.r=4"]
 LARGE = ["training.micro_batch_size=1000", "training.max_steps=1"]
 HOST_BYTES = 2 << 30
+TINY_HOST_BYTES = 130 << 20
 PHASES = ["load", "forward", "backward", "step", "evaluation"]
 ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
@@ -105,6 +106,11 @@ def on_a_small_host() -> None:
     hardware.available_bytes = lambda: HOST_BYTES
 
 
+def on_a_tiny_host() -> None:
+    """Too little for 16 x 128 tokens of the tiny model, and enough for fewer."""
+    hardware.available_bytes = lambda: TINY_HOST_BYTES
+
+
 def test_a_cpu_is_asked_beforehand(tmp_path: Path) -> None:
     """Where nothing else would tell: the kernel kills who takes too much host memory."""
     tiny = ["model=tiny", "data=random", *SHORT_STEPS, *LARGE]
@@ -115,6 +121,15 @@ def test_a_cpu_is_asked_beforehand(tmp_path: Path) -> None:
         r"A rank's tensors need [\d.]+ GiB of host memory by the plan, with .* 1,000 x 2,048 tokens, and 1.0 GiB", error
     )
     assert "What would fit, by the plan:\n  training.micro_batch_size=" in error
+
+
+def test_a_cpu_gets_the_largest_micro_batch_that_fits(tmp_path: Path) -> None:
+    """Where nobody has typed one: the usual 2,048 tokens would take more than there is."""
+    tiny = ["model=tiny", "data=random", "training.max_length=128", "training.max_steps=1"]
+    command = ForkedLaunch(tmp_path, 1, *tiny, preexec=on_a_tiny_host)
+    assert command.finish() == 0, command.output
+    (size,) = re.findall(r"Memory: micro-batch (\d+),", command.output)
+    assert 1 <= int(size) < 16
 
 
 @pytest.mark.parametrize("phase", PHASES)

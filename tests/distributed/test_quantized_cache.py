@@ -68,9 +68,13 @@ def test_later_runs_read_the_bytes_of_the_first(checkpoint: Callable[..., Path],
     assert loss == expected and "Quantized weights come from" in said
     assert "training with these settings has not written" in warned and not (cache / "empty").exists()
 
-    # Another number of ranks; a file that lost its end is noticed, and a value that another process changed.
+    # Another number of ranks. What is noticed: a file that lost its end, a value that another process changed, a bit.
     first = entries[0] / "quantized-00001.safetensors"
     first.write_bytes(first.read_bytes()[:-1])
+    flipped = entries[2] / "quantized-00001.safetensors"
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 1
+    flipped.write_bytes(data)
     manifest = entries[1] / "cache.json"
     manifest.write_text(json.dumps({"fingerprint": "another"}))
     again = {key: [*argv, "training.micro_batch_size=4"] for key, argv in cases.items() if key[1] == "second"}
@@ -79,8 +83,8 @@ def test_later_runs_read_the_bytes_of_the_first(checkpoint: Callable[..., Path],
         plain = found[key[0], "plain"].inspected
         assert all(run.inspected[name].equal(plain[name]) for name in plain)
     logs = [log_of(tmp_path / f"{case}-second".replace(" ", "-")) for case in QUANT]
-    assert sum("is damaged and made anew: " in text for text in logs) == 2
-    assert sum("Writing the quantized weights" in text for text in logs) == 2
+    assert sum("is damaged and made anew: " in text for text in logs) == 3
+    assert sum("Writing the quantized weights" in text for text in logs) == 3
 
 
 def test_files_are_as_bitsandbytes_writes_them(checkpoint: Callable[..., Path], rows: Path, tmp_path: Path):

@@ -956,6 +956,14 @@ def test_on_a_cpu_tensors_are_host_memory():
     with pytest.raises(MemoryShortage, match="Set model to a smaller one, or use a host"):
         decide_on_cpu(0.001)
 
+    # `auto` takes the largest micro-batch that fits, and no smaller one than that.
+    chosen = decide_on_cpu(1000, micro_batch_size="auto", max_length=128, global_batch_size=16)
+    assert chosen.micro_batch_size == 16
+    smaller = decide_on_cpu(
+        0.9 * chosen.plan.needed / GIB, micro_batch_size="auto", max_length=128, global_batch_size=16
+    )
+    assert 1 <= smaller.micro_batch_size < 16 and smaller.fits
+
 
 def test_host_memory_has_the_copy_of_a_checkpoint():
     """Of fp32 adapters and their two moments, split; and rank 0's whole adapter. The copy is pinned."""

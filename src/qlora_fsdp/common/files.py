@@ -14,11 +14,13 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+NUM_DIGESTERS = 8  # threads
 MAX_PREFIX = 100  # characters of a name in its temporary name, which must not become too long for the file system
 
 
@@ -135,6 +137,17 @@ def digest_file(file: Path) -> str:
     """Returns the SHA-256 of a file's bytes."""
     with file.open("rb") as stream:
         return digest_stream(stream)
+
+
+def digest_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the SHA-256 of files of a folder by their names, on several threads: hashlib lets others run meanwhile.
+
+    Raises:
+        OSError: one can't be read.
+    """
+    names = list(names)
+    with ThreadPoolExecutor(max_workers=NUM_DIGESTERS) as pool:
+        return dict(zip(names, pool.map(lambda name: digest_file(folder / name), names), strict=True))
 
 
 def digest_stream(stream: BinaryIO) -> str:

@@ -89,6 +89,24 @@ def fetch_config_json(name: str, revision: str | None) -> Path:
     raise CheckpointError(f"model.path={name} {reason} {fix}") from failure
 
 
+def find_unreachable(name: str, revision: str | None) -> Exception | None:
+    """Why the hub can't be reached, asked once and for SECONDS at most; None if it answers, whatever that is.
+
+    Its libraries ask again and again for one to two minutes where nobody answers. So ask this first, and let them look
+    into the hub's cache alone if it can't be reached.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=SECONDS)
+    except (HfHubHTTPError, HFValidationError):
+        return None
+    except Exception as error:  # of the libraries that the hub is reached with
+        return error
+    return None
+
+
 def find_cached_model(name: str) -> Path | None:
     """Finds the folder in which the hub's cache has a model's weights. None if it has none; the hub is not asked."""
     from huggingface_hub import snapshot_download

@@ -21,6 +21,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.files import digest_files, write_json
 from qlora_fsdp.data.chats.told import NUM_PLACES, TOLD, tell
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
@@ -30,6 +31,7 @@ from qlora_fsdp.data.tokenized_rows import TokenizedRows
 
 CACHE_VERSION = 23  # to be raised when the same input gives other tokens
 REPORT = "report.json"
+DIGESTS = "digests.json"  # the SHA-256 of each file, by its name
 PLACES = "places.arrow"  # of every row, for messages
 PLACES_A_BATCH = 2**16
 
@@ -104,6 +106,7 @@ def write_entry(
     report = replace(read, num_used_rows=num_rows, num_tokens=num_tokens, max_token_id=max_token_id)
     found = {**report.to_json(), "counted": counter.to_json()}
     (folder / REPORT).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write_json(folder / DIGESTS, digest_files(folder, sorted(file.name for file in folder.iterdir())))
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,20 @@ class Entry:
                 detail = beginning or f"{self.whole.lengths[row]} tokens" if problem.detail is None else problem.detail
                 counter.add(place, problem.kind, detail, problem.is_kept)
             counter.add_more(problem.kind, len(more), problem.is_kept)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with the bytes of an entry, each of which is read; None: they are those that were written.
+
+    A disk that changes a byte would otherwise train another adapter, and nobody would know.
+
+    Raises:
+        OSError, ValueError, TypeError: it does not exist, or is not whole.
+    """
+    written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+    found = digest_files(folder, written)
+    changed = [name for name, digest in written.items() if found[name] != digest]
+    return f"{folder / changed[0]} has other bytes than were written" if changed else None
 
 
 def load_entry(folder: Path) -> Entry:

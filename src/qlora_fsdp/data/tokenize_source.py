@@ -30,7 +30,7 @@ from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, TaskName, Thoughts
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.answers import wrap_answers
-from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import Entry, find_damage, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_order import check_label_order
@@ -259,13 +259,19 @@ def _check(report: ReadReport, path: Paths, spec: DataSpec) -> None:
 
 
 def _load_whole(folder: Path, spec: DataSpec) -> Entry | None:
-    """An entry; None: it is not there, or can't be read.
+    """An entry; None: it is not there, can't be read, or is damaged, which is told.
 
     Raises:
         OSError: it is another user's.
     """
+    if not folder.is_dir():
+        return None
     try:
         entry = load_entry(folder)
+        damage = find_damage(folder)
+        if damage is not None:
+            log.warning(f"The tokenized data is damaged and made anew: {damage}")
+            return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     check_owner(folder, spec.settings.cache_folder)

@@ -19,8 +19,9 @@ from transformers.utils.hub import cached_file
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.hub import find_unreachable
 from qlora_fsdp.common.model_figures import LARGEST
-from qlora_fsdp.common.text import shorten
+from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.schema import CHAT_TEMPLATES, DataConfig, DataFormat, ModelConfig, TokenizerConfig
 from qlora_fsdp.data.stop_tokens import BYTES, remember_stop_tokens
 from qlora_fsdp.data.template_arguments import remember_template_arguments
@@ -221,15 +222,22 @@ def load_from_files(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"There is no tokenizer: {path} is not a folder. {fix}")
     place = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
     revision = model.revision if path == model.path else None
+    unreachable = None if Path(place).is_dir() else find_unreachable(place, revision)
+    is_offline = unreachable is not None
     try:
-        _check_arguments(place, revision)
+        _check_arguments(place, revision, is_offline)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=model.trust_remote_code
+            place, revision=revision, trust_remote_code=model.trust_remote_code, local_files_only=is_offline
         )
         tokenizer("a", verbose=False)  # some settings are looked at only here
     except BaseException as error:  # from_pretrained raises a dozen types for files that are missing or broken
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of `tokenizers`, in Rust
             raise
+        if unreachable is not None:
+            raise CheckpointError(
+                f"No tokenizer could be loaded from {path}: it is no folder here, the hub can't be reached "
+                f"({name_error(unreachable)}), and its cache has none. {fix}"
+            ) from error
         raise CheckpointError(
             f"No tokenizer could be loaded from {path}: {_explain(Path(place), error)}. {fix}"
         ) from error
@@ -277,7 +285,7 @@ def _template_problem(template: Any) -> str | None:
     return None
 
 
-def _check_arguments(place: str, revision: str | None) -> None:
+def _check_arguments(place: str, revision: str | None, is_offline: bool) -> None:
     """Checks that a tokenizer's files, which anybody may have written, name no files outside their folder.
 
     Such a file would become the vocabulary: its text could be read in what the model generates.
@@ -293,6 +301,7 @@ def _check_arguments(place: str, revision: str | None) -> None:
             place,
             name,
             revision=revision,
+            local_files_only=is_offline,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,

@@ -169,8 +169,9 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
         if tiled is not None and not any(choice.fits and choice.keeps_all for choice in some):
             some += [_choose_policies(way, target, gpu, host) for way in _ways_to_reshard(tiled)]
         choices += some
-        if not any(choice.fits for choice in some):
-            break  # nor would larger ones
+        some_fit = any(choice.fits for choice in some)
+        if some_fit is not work.is_cuda:
+            break  # larger ones would not fit either; on a CPU smaller ones would
     fitting = sorted((choice for choice in choices if choice.fits), key=lambda choice: -_speed(choice, gpu))
     may_launch = work.config.compute.cuda_graph == "auto"
     if not fitting and may_launch and any(choice.plan.beside_graph for choice in choices):
@@ -187,7 +188,8 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
 def micro_batch_sizes(work: Workload) -> list[int]:
     """The micro-batch sizes to choose from: powers of two that divide a rank's part of the global batch.
 
-    On a CPU it is one: no time is lost between kernels there, and the speed of GPUs predicts nothing.
+    On a CPU the largest comes first, and is taken if it fits: no time is lost between kernels there, and the speed of
+    GPUs predicts nothing.
     """
     training = work.config.training
     if training.micro_batch_size != AUTO:
@@ -199,7 +201,7 @@ def micro_batch_sizes(work: Workload) -> list[int]:
     most = max(1, max_tokens // length)
     powers = [2**power for power in range(part.bit_length())]
     sizes = [size for size in powers if part % size == 0 and size <= most]
-    return sizes if work.is_cuda else sizes[-1:]
+    return sizes if work.is_cuda else sizes[::-1]
 
 
 def _ways_to_reshard(work: Workload) -> Iterator[Workload]:

@@ -106,7 +106,8 @@ class LocalAdamW8bit(torch.optim.Optimizer):
         """Make the state of a pair of `pairs` before its first step: in 8 bits, unless the whole matrix is small."""
         param, local = self.pairs[index]
         is_large = param.numel() >= MIN_8BIT_ELEMENTS  # a DTensor's numel is that of the whole matrix
-        self.inner.args.min_8bit_size = 0 if is_large else MIN_8BIT_ELEMENTS
+        arguments: Any = self.inner.args
+        arguments.min_8bit_size = 0 if is_large else MIN_8BIT_ELEMENTS
         self.inner.init_state(self.inner.param_groups[0], local, 0, index)
 
     @torch.no_grad()
