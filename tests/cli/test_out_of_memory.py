@@ -34,7 +34,7 @@ SETTINGS = [
 SETTINGS += ["training.max_steps=4", "training.eval_every_steps=2", "checkpoint.every_steps=1", "lora.r=4"]
 LARGE = ["training.micro_batch_size=1000", "training.max_steps=1"]
 HOST_BYTES = 2 << 30
-TINY_HOST_BYTES = 130 << 20
+TINY_HOST_BYTES = 105 << 20
 PHASES = ["load", "forward", "backward", "step", "evaluation"]
 ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
