@@ -64,13 +64,13 @@ TYPED: list[tuple[list[str], list[str]]] = [
     # Values
     ([*TRAIN, "training.learning_rate=fast"], ["training.learning_rate=fast must be a number", "=0.0002"]),
     ([*TRAIN, "training.learning_rate=-1e-4"], ["training.learning_rate=-0.0001 must be", "greater than 0"]),
-    ([*TRAIN, "training.learning_rate=2e-4,"], ["training.learning_rate=2e-4, can't be read"]),
+    ([*TRAIN, "training.learning_rate=2e-4,"], ["training.learning_rate=2e-4, must be a number", "=0.0002"]),
     ([*TRAIN, "lora.r=16.5"], ["lora.r=16.5 must be a whole number. Set lora.r=16."]),
     ([*TRAIN, "lora.r=0"], ["lora.r=0 must be", "Set lora.r=16"]),
     ([*TRAIN, "lora.target_modules=q_proj,v_proj"], ["for a list write lora.target_modules=[q_proj,v_proj]"]),
     (
         [*TRAIN, "lora.target_modules=[q_proj,v_proj"],
-        ["] is missing at its end. Write lora.target_m"],
+        ["expected ',' or ']', but got '<stream end>'. Write lora.target_m"],
     ),
     ([*TRAIN, "lora.init_lora_weights=gausian"], ["gausian is no initialisation of PEFT's. Did you mean gaussian?"]),
     ([*TRAIN, "optim.warmup_ratio=10"], ["optim.warmup_ratio=10.0 must be", "less than 1"]),

@@ -1,7 +1,7 @@
 """`load_config` without most of its time, for the many short runs of tests.
 
-Hydra takes 0.1 s to compose the YAML files of a run. Here it does so once a test session for each choice of files;
-single values are set in the result, as Hydra does at its end. tests/unit/test_config_compose.py compares the two.
+Hydra takes 0.1 s to compose the YAML files of a run. Here it does so once a test session for each choice of files.
+tests/unit/test_config_compose.py compares the two.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from qlora_fsdp.config import compose, hydra_files
 from qlora_fsdp.config.command_line import conf_folder
@@ -30,8 +29,7 @@ from qlora_fsdp.records.start_folder import find_start
 COMPOSED = "TESTS_COMPOSED_FOLDER"
 
 setup_globals()  # the resolvers of ${now:...} and ${hydra:...}, which Hydra sets when it composes
-_compose_all = compose._compose
-_parser = OverridesParser.create()
+_compose_all = compose._compose_files
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -43,18 +41,13 @@ def load_config(argv: Sequence[str]) -> Config:
 @contextmanager
 def composing_quickly() -> Iterator[None]:
     """Every `load_config` inside composes as this module does."""
-    with mock.patch.object(compose, "_compose", _compose):
+    with mock.patch.object(compose, "_compose_files", _compose):
         yield
 
 
-def _compose(overrides: Sequence[str], folders: Sequence[Path], given: Sections) -> DictConfig:
-    values = [text for text in overrides if text.startswith("++")]
-    files = [text for text in overrides if not text.startswith("++")]
+def _compose(options: Sequence[str], folders: Sequence[Path], given: Sections) -> DictConfig:
     stand_ins = hydra_files.stand_ins.get()
-    config = pickle.loads(_compose_files(tuple(files), tuple(folders), json.dumps(given), json.dumps(stand_ins)))
-    for value in _parser.parse_overrides(values):
-        OmegaConf.update(config, value.key_or_group, value.value(), merge=True, force_add=True)
-    return config
+    return pickle.loads(_compose_files(tuple(options), tuple(folders), json.dumps(given), json.dumps(stand_ins)))
 
 
 @cache

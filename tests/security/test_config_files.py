@@ -51,7 +51,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("hydra: {sweeper: {custom_search_space: os.f}}", "hydra.sweeper.custom_search_space=os.f is not for a file"),
         ("defaults: [/team@hydra.callbacks: evil]", "mine.yaml puts values among Hydra's own settings"),
         ("model: {config: {a: [{_target_: os.mkdir}]}}", "model.config.a._target_=os.mkdir tells Hydra what to run"),
-        ("defaults: [override /hydra/callbacks: evil]", "hydra/callbacks=evil is in a defaults list but does not"),
+        ("defaults: [override /hydra/callbacks: evil]", "Could not find 'hydra/callbacks/evil'"),
     ],
 )
 @pytest.mark.parametrize("how", JOBS, ids=("sweep", "slurm"))
@@ -102,7 +102,10 @@ def test_a_sweeper_may_be_told_by_a_file(folder: Path, capsys: pytest.CaptureFix
         (f"hydra: {{callbacks: {{x: {MKDIR}}}}}", "is no setting of a run. Type hydra.* on the command line."),
         ("hydra.callbacks.x._target_: os.mkdir", "hydra.callbacks.x._target_=os.mkdir is not a setting."),
         ("hydra/launcher: evil", "hydra/launcher=evil is not a setting."),
-        ("optim: 'a,hydra.launcher._target_=os.mkdir'", "optim=a,hydra.launcher._target_=os.mkdir can't be read."),
+        (
+            "optim: 'a,hydra.launcher._target_=os.mkdir'",
+            "optim=a,hydra.launcher._target_=os.mkdir is no option of",
+        ),
         ("run: {name: !!python/object/apply:os.mkdir [ran]}", "could not determine a constructor for the tag"),
     ],
 )

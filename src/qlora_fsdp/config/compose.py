@@ -32,7 +32,7 @@ from qlora_fsdp.config.hydra_files import (
     typed_defaults,
 )
 from qlora_fsdp.config.identity import plain_settings, sections_of
-from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides
+from qlora_fsdp.config.overrides import Overrides, chosen_groups, read_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, changed_by_reading, is_passed_over, unknown_setting, wrong_type
 from qlora_fsdp.config.start_adapter import (
@@ -77,9 +77,10 @@ def load_config(
         print_and_exit(help_text(arguments.folders))
 
     given = read_given(arguments, beneath)
-    overrides, unusable = prepare_overrides([*given.options, *arguments.overrides], arguments.folders)
-    unusable += _without_effect(arguments, launches)
-    config, mistakes = read_composed(partial(_compose, overrides, arguments.folders, given.values), find_start)
+    typed = read_overrides([*given.options, *arguments.overrides], arguments.folders)
+    unusable = [*typed.problems, *_without_effect(arguments, launches)]
+    compose_all = partial(_compose, typed, arguments.folders, given.values)
+    config, mistakes = read_composed(compose_all, find_start)
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -215,9 +216,17 @@ def print_and_exit(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _compose(overrides: list[str], folders: Sequence[Path], given: Sections) -> DictConfig:
+def _compose(typed: Overrides, folders: Sequence[Path], given: Sections) -> DictConfig:
+    """The plain values: what Hydra composes of files, with what is typed."""
+    composed = _compose_files(typed.options, folders, given)
+    OmegaConf.set_struct(composed, False)
+    composed.merge_with(typed.values)
+    return composed
+
+
+def _compose_files(options: list[str], folders: Sequence[Path], given: Sections) -> DictConfig:
     with composing(folders, given) as search_path:
-        return compose("config", overrides=[*overrides, search_path])
+        return compose("config", overrides=[*options, search_path])
 
 
 def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:

@@ -22,7 +22,7 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.command_line import Arguments
 from qlora_fsdp.config.compose import read_given
 from qlora_fsdp.config.hydra_files import composing
-from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides, quote
+from qlora_fsdp.config.overrides import chosen_groups, quote, read_overrides, read_sweep
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
@@ -50,15 +50,14 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
             "accelerate's launcher for every job (docs/sweeps.md)."
         )
     given = read_given(arguments)
-    options, problems = prepare_overrides(given.options, arguments.folders)
-    overrides, more = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
-    problems += [*more, *_wrong_launcher(arguments.overrides)]
-    refuse(problems)
+    chosen = read_overrides(given.options, arguments.folders)
+    overrides, problems = read_sweep(arguments.overrides, arguments.folders, arguments.multirun)
+    refuse([*chosen.problems, *problems, *_wrong_launcher(arguments.overrides)])
     refuse(_empty_ranges(overrides))
     with composing(arguments.folders, given.values) as search_path:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        overrides = [*options, *overrides, search_path]
+        overrides = [*chosen.options, *overrides, search_path]
         if arguments.config_file is not None:  # the jobs read it too
             overrides.append(f"hydra.launcher.config_file={quote(str(arguments.config_file))}")
             overrides.append(f"hydra.launcher.picked=[{','.join(sorted(chosen_groups(given.options)))}]")
