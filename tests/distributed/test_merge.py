@@ -171,6 +171,28 @@ def test_chat_templates_with_names_come_along(adapters, bases, tmp_path: Path):
     assert isinstance(found["base"], str) and found["adapter"]["of_adapter"] == "{{ 2 }}" and len(found["adapter"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("of_base", "expected"),
+    [
+        ({"eos_token_id": 7, "temperature": 0.5}, {"eos_token_id": [7, 257, 258], "temperature": 0.5}),
+        ({"eos_token_id": [258, 257]}, {"eos_token_id": [258, 257]}),
+        (None, {"eos_token_id": [257, 258]}),
+    ],
+)
+def test_a_server_stops_where_answers_ended_in_training(adapters, bases, tmp_path: Path, of_base, expected):
+    """Here at <pad>, with which the adapter's template ends them, beside the tokenizer's end token."""
+    base, adapter = shutil.copytree(bases["llama"], tmp_path / "base"), tmp_path / "adapter"
+    shutil.copytree(adapters["llama"], adapter)
+    (adapter / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + m.content + '<pad>' }}{% endfor %}"
+    )
+    (base / "generation_config.json").unlink(missing_ok=True)
+    if of_base is not None:
+        (base / "generation_config.json").write_text(json.dumps(of_base))
+    assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'merged'}", f"model.path={base}"]) == 0
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == expected
+
+
 @pytest.mark.parametrize("case", ["llama", "not quantized", "tied head trained, both tables in the one file"])
 def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path, case: str):
     full, out = tmp_path / "full", tmp_path / "nf4"

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.lines import write_lines
 from tests.helpers.model_templates import model_template
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.conversation import format_messages
+from qlora_fsdp.data.notes import check_end_marker
 from qlora_fsdp.data.row import BadRow, check_row
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import load_tokenizer
@@ -115,6 +118,45 @@ def test_messages_are_left_out_by_generation_marks_too(template: str):
     messages = [{**m, "train": m["content"] != "Ciao, é."} for m in CHAT]
     text = marked({"messages": messages}, str(shipped))
     assert text.count("⟦") == 1 and "⟦Hello!" in text and "Ciao, é." in text.partition("⟧")[2]
+
+
+# By templates whose end marker is several tokens: behind every turn, between turns alone, and before the end token.
+LONG_ENDS = {
+    "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + ' ###END\n' }}{% endfor %}"
+    "{{ '### assistant\n' if add_generation_prompt }}": (
+        "### user\nHi? ###END\n### assistant\n⟦Hello! ###END⟧\n### user\nHello! ###END\n"
+        "### assistant\n⟦Ciao, é. ###END⟧\n"
+    ),
+    "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content }}{{ '\n[/end]\n' if not loop.last }}{% endfor %}"
+    "{{ '\n[/end]\n### assistant\n' if add_generation_prompt }}": (
+        "### user\nHi?\n[/end]\n### assistant\n⟦Hello!\n[/end]⟧\n### user\nHello!\n[/end]\n"
+        "### assistant\n⟦Ciao, é.\n[/end]⟧"
+    ),
+    "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '[/end]' + eos_token }}{% endfor %}"
+    "{{ '### assistant\n' if add_generation_prompt }}": (
+        "### user\nHi?[/end]<eos>### assistant\n⟦Hello![/end]<eos>⟧### user\nHello![/end]<eos>"
+        "### assistant\n⟦Ciao, é.[/end]<eos>⟧"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", LONG_ENDS)
+def test_an_end_marker_of_several_tokens_is_trained_on_as_a_whole(tmp_path: Path, template: str):
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    assert marked({"messages": CHAT[1:]}, str(file)) == LONG_ENDS[template]
+
+
+@pytest.mark.parametrize(
+    ("end", "count"), [("' ###END\n'", 1), ("eos_token", 0), ("'<|im_end|>'", 1), ("'<pad>\n'", 0), ("'~'", 0)]
+)
+def test_an_end_marker_at_which_no_program_stops_is_told(tmp_path: Path, end: str, count: int):
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": CHAT}])
+    template = "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + END }}{% endfor %}".replace("END", end)
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
+    tokenizer.chat_template = template
+    notes = check_end_marker(tokenizer, DataSpec.of(Config(data=DataConfig(path=str(path)))))
+    assert len(notes) == count and all("do not stop there by themselves" in note for note in notes)
 
 
 @pytest.mark.parametrize("template", EXPECTED)

@@ -22,8 +22,11 @@ from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
-from qlora_fsdp.common.foreign_files import named_templates
+from qlora_fsdp.common.foreign_files import named_templates, read_json_object
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
+from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.stop_tokens import GENERATION_FILE
 from qlora_fsdp.inference.changes import ParameterChange, check_shared_layers, find_parameter_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
@@ -265,7 +268,27 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
             "bnb_4bit_compute_dtype": dtype_name(merge.dtype),
             "llm_int8_skip_modules": sorted(plain) or None,
         }
+    if not merge.meta.head:
+        _write_stops(merge)
     write_json(merge.out / "config.json", config)
+
+
+def _write_stops(merge: Merge) -> None:
+    """Adds the tokens at which answers ended in training to the generation_config.json, so that servers stop there.
+
+    A base model's file names the end of a text alone, and an adapter may have learned to end with another token.
+    """
+    file = merge.out / GENERATION_FILE
+    try:
+        values = read_json_object(file, MAX_CONFIG_BYTES) if file.is_file() else {}
+    except ValueError:  # it is the base's own, and nobody can generate by it
+        return
+    named = values.get("eos_token_id")
+    known = named if isinstance(named, list) else [named]
+    stops = [each for each in known if type(each) is int]
+    added = [each for each in end_ids_of(merge.trained.tokenizer) if each not in stops]
+    if added:
+        write_json(file, {**values, "eos_token_id": [*stops, *added]})
 
 
 def _is_state(key: str) -> bool:
