@@ -27,8 +27,14 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 SETTINGS_FILE = "qlora_fsdp.yaml"  # what training leaves beside them: how the base was built
 # What tokenizers of transformers save beside them.
 TOKENIZER_TEXTS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "vocab.txt", "chat_template.jinja"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
 )
 TOKENIZER_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MAX_RANK, MAX_ALPHA = 2**16, 1e9  # far more than any adapter has
@@ -38,7 +44,12 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 # Settings of PEFT's LoraConfig that make the forward pass another one than base + B A.
 OTHER_PASSES = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
     "use_bdlora",
 )
 # What PEFT takes where the file says nothing.

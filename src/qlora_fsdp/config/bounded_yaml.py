@@ -119,7 +119,9 @@ def _check_size(text: str, allows_aliases: bool) -> None:
     sizes: dict[str, int] = {}  # by anchor
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far, outermost first
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        problem, anchor, size = None, getattr(event, "anchor", None), 0
+        problem = None
+        anchor = getattr(event, "anchor", None)
+        size = 0
         if isinstance(event, yaml.AliasEvent):
             problem = None if allows_aliases else "aliases such as *name are not allowed"
             size = sizes.get(anchor, MAX_VALUES) if anchor is not None else 0  # one that is inside of itself has no end

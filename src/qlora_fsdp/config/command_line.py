@@ -166,28 +166,39 @@ def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Prob
         word = words.pop(0)
         if word in WITH_VALUE:
             words[:1] = []
-        elif word in FLAGS or word.startswith(tuple(f"{option}=" for option in WITH_VALUE)):
             continue
-        elif word.startswith("-"):
+        if word in FLAGS or word.partition("=")[0] in WITH_VALUE:
+            continue
+        if word.startswith("-"):
             yield _with_dashes(word, words, groups)
-        elif spaced := _take_spaced(word, words):
+            continue
+        spaced = _take_spaced(word, words)
+        if spaced:
             reason = "has spaces around the equals sign, which make it several words."
             yield Problem(" ".join(spaced), reason, f"Write {''.join(spaced)}.")
-        elif re.fullmatch(r"\+*[\w.]+=", word):
-            key = word.lstrip("+")[:-1]
-            yield Problem(word, "has no value.", f"Write {key}=VALUE, or leave it out.", setting=key)
-        elif "=" not in word and word in all_settings():
-            yield Problem(word, "has no value.", f"Write {word}=VALUE.", setting=word)
+        else:
+            yield from _find_no_value(word)
+
+
+def _find_no_value(word: str) -> Iterator[Problem]:
+    """The problem with `lora.r=`, or with `lora.r` alone."""
+    if re.fullmatch(r"\+*[\w.]+=", word):
+        key = word.lstrip("+")[:-1]
+        yield Problem(word, "has no value.", f"Write {key}=VALUE, or leave it out.", setting=key)
+    elif word in all_settings():
+        yield Problem(word, "has no value.", f"Write {word}=VALUE.", setting=word)
 
 
 def _take_spaced(word: str, words: list[str]) -> list[str]:
     """The words of `key = value`, `key= value` or `key =value`, which are taken out of `words`; else empty."""
     following = words[0] if words else ""
-    if "=" not in word and following == "=":
+    has_equals = "=" in word
+    is_cut_before = not has_equals and re.match(r"=.", following)
+    ends_with_equals = re.fullmatch(r"[\w.]+=", word)
+    is_cut_behind = ends_with_equals and following and not re.match(r"-|[\w./]+=", following)
+    if not has_equals and following == "=":
         taken = 2 if len(words) > 1 else 1
-    elif ("=" not in word and re.match(r"=.", following)) or (
-        re.fullmatch(r"[\w.]+=", word) and following and not re.match(r"-|[\w./]+=", following)
-    ):
+    elif is_cut_before or is_cut_behind:
         taken = 1
     else:
         return []
@@ -198,14 +209,24 @@ def _take_spaced(word: str, words: list[str]) -> list[str]:
 
 def _with_dashes(word: str, words: list[str], groups: Collection[str]) -> Problem:
     """`--model tiny`, `--lr=1e-4` or `-model=tiny`, whose value is taken out of `words`."""
-    typed, (name, equals, value) = word, word.lstrip("-").partition("=")
-    if not equals and words and "=" not in words[0] and not re.match(r"-\D", words[0]):
+    typed = word
+    name, equals, value = word.lstrip("-").partition("=")
+    if not equals and _starts_with_value(words):
         value = words.pop(0)
         typed += f" {value}"
     name = name.replace("-", "_")
     if name in OF_HYDRA:
         return Problem(typed, "is no option here.", f"Write {OF_HYDRA[name]}.")
-    known = [name] if name in groups or name in all_settings() else nearest_settings(name)
-    keys = " or ".join(f"{key}={value or 'VALUE'}" for key in known or [name])
-    fix = f"Write {keys}." if known else f"Write {keys} if that is a setting; --help lists the options."
+    known = nearest_settings(name)
+    if name in groups or name in all_settings():
+        known = [name]
+    shown = value or "VALUE"
+    fix = f"Write {name}={shown} if that is a setting; --help lists the options."
+    if known:
+        fix = f"Write {' or '.join(f'{key}={shown}' for key in known)}."
     return Problem(typed, "is no option: settings are written without dashes and with an equals sign.", fix)
+
+
+def _starts_with_value(words: Sequence[str]) -> bool:
+    """Whether the next word is a value, maybe a negative number, and no setting or option."""
+    return len(words) > 0 and "=" not in words[0] and not re.match(r"-\D", words[0])

@@ -83,7 +83,7 @@ def read_own_settings(argv: Sequence[str], kind: type[Settings], usage: str) -> 
         ConfigError: a key is unknown, or a value has a wrong type.
     """
     _show_help(argv, usage)
-    values, rest, problems = _split(argv, kind)
+    values, rest, problems = _take_own(argv, kind)
     fix = f"Settings are {', '.join(f'{field.name}=...' for field in fields(kind))}."
     problems += [Problem(text, "is not a setting of this command.", fix) for text in rest]
     refuse(problems)
@@ -111,7 +111,7 @@ def load_command(
         ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
     """
     _show_help(argv, usage)
-    values, rest, problems = _split(argv, kind)
+    values, rest, problems = _take_own(argv, kind)
     problems += sweep_problems(rest)
     settings = kind(**values)
     typed = chosen_groups(rest)
@@ -122,8 +122,12 @@ def load_command(
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
         problems += _of_training(rest)
     refuse(problems)
-    beneath, wants_code = [WITHOUT_TRAINING, *([] if uses_default_data else [WITHOUT_DATA])], False
-    saved, file = Sections(), Path(settings.adapter or "").expanduser() / SETTINGS_FILE
+    beneath = [WITHOUT_TRAINING]
+    if not uses_default_data:
+        beneath.append(WITHOUT_DATA)
+    wants_code = False
+    saved: Sections = {}
+    file = Path(settings.adapter or "").expanduser() / SETTINGS_FILE
     if settings.adapter is not None:
         if file.is_file():
             saved, wants_code = read_foreign_settings(file)
@@ -243,7 +247,7 @@ def _read_note(adapter: str | None, name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
+def _take_own(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
     groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}  # task=... is no misspelt tasks=...
@@ -251,13 +255,15 @@ def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], 
     rest, problems = [], []
     for text in argv:
         key, equals, value = text.partition("=")
-        may_be_misspelt = equals and key.isidentifier() and key not in groups
         if key in names and equals:
             try:
                 values[key] = _convert(value, hints[key])
             except ValueError as error:
                 problems.append(Problem(text, f"must be {error}.", f"Set {key} to that, or leave it out."))
-        elif near := difflib.get_close_matches(key, names, n=1) if may_be_misspelt else []:
+            continue
+        may_be_misspelt = equals and key.isidentifier() and key not in groups
+        near = difflib.get_close_matches(key, names, n=1)
+        if may_be_misspelt and near:
             problems.append(Problem(text, "is not a setting.", f"Did you mean {near[0]}?"))
         else:
             rest.append(text)

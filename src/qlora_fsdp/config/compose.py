@@ -88,7 +88,8 @@ def load_config(
         mistaken = {problem.setting for problem in mistakes}
         if "lora.start" in mistaken and config.model.path is None:
             mistaken.add("model.path")  # the adapter would have named its base
-        raise ConfigError([*mistakes, *(problem for problem in check(config) if problem.setting not in mistaken)])
+        others = [problem for problem in check(config) if problem.setting not in mistaken]
+        raise ConfigError([*mistakes, *others])
     if arguments.cfg:
         print_and_exit(to_yaml(config))
     return config
@@ -114,7 +115,8 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
     Raises:
         ConfigError: the file can't be used.
     """
-    typed, file = chosen_groups(arguments.overrides), FileSettings()
+    typed = chosen_groups(arguments.overrides)
+    file = FileSettings()
     if arguments.config_file is not None:
         file = read_config_file(arguments.config_file, arguments.folders)
         if "experiment" in typed:
@@ -122,9 +124,12 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
             fix = "Write `experiment: NAME` into that file, whose own values win over it."
             raise ConfigError([Problem("experiment", reason, fix)])
     options = tuple(text for text in file.options if text.partition("=")[0] not in typed)
-    chosen, values = typed | chosen_groups(options), Sections()
-    for layer, groups in [*((layer, chosen) for layer in beneath), (file.values, typed)]:
-        for section, names in leave_out(layer, groups, arguments.folders).items():
+    chosen = typed | chosen_groups(options)
+    layers = [leave_out(layer, chosen, arguments.folders) for layer in beneath]
+    layers.append(leave_out(file.values, typed, arguments.folders))
+    values: Sections = {}
+    for layer in layers:
+        for section, names in layer.items():
             values.setdefault(section, {}).update(names)
     return FileSettings(options, values)
 
@@ -178,7 +183,8 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     except OmegaConfBaseException as error:
         raise ConfigError([explain_interpolation(error)]) from None
 
-    typed, problems = deepcopy(typed_defaults()), list[Problem]()
+    typed = deepcopy(typed_defaults())
+    problems: list[Problem] = []
     for section, section_values in values.items():
         if not isinstance(section_values, dict):
             problems.append(unknown_setting(section, section_values))
@@ -191,7 +197,8 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
                 problems.append(unknown_setting(key, value))
                 continue
             own = written[section]  # a text, where the whole section is ${...}
-            if changed := changed_by_reading(key, value, own[name] if isinstance(own, dict) else value):
+            changed = changed_by_reading(key, value, own[name] if isinstance(own, dict) else value)
+            if changed is not None:
                 problems.append(changed)
                 continue
             try:
@@ -231,19 +238,18 @@ def _compose_files(options: list[str], folders: Sequence[Path], given: Sections)
 
 def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     """Refuses settings of the launch for a run that this process does itself."""
-    texts = [] if arguments.starts_jobs else arguments.overrides
-    sections = ("slurm.",) if launches else ("launch.", "slurm.")
-    return [
-        Problem(
-            text,
-            "has no effect here: nothing is launched.",
-            "Leave it out: only `qlora-fsdp` train, evaluate, generate, chat and doctor start processes."
-            if text.lstrip("+").startswith("launch.")
-            else "Leave it out: it is for `qlora-fsdp train` with hydra/launcher=slurm.",
-        )
-        for text in texts
-        if text.lstrip("+").startswith(sections)
-    ]
+    if arguments.starts_jobs:
+        return []
+    fixes = {"slurm": "Leave it out: it is for `qlora-fsdp train` with hydra/launcher=slurm."}
+    if not launches:
+        commands = "train, evaluate, generate, chat and doctor"
+        fixes["launch"] = f"Leave it out: only `qlora-fsdp` {commands} start processes."
+    problems = []
+    for text in arguments.overrides:
+        section, dot, _ = text.lstrip("+").partition(".")
+        if dot and section in fixes:
+            problems.append(Problem(text, "has no effect here: nothing is launched.", fixes[section]))
+    return problems
 
 
 def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:

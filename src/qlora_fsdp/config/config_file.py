@@ -58,7 +58,9 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
         )
         raise ConfigError([problem]) from None
     groups = {*default_options(), *group_options("", folders)}
-    options, values, problems = list[str](), Sections(), list[Problem]()
+    options: list[str] = []
+    values: Sections = {}
+    problems: list[Problem] = []
     for name, value in found.items():
         section, dot, setting = str(name).partition(".")
         if name in ("defaults", "hydra"):
@@ -97,7 +99,9 @@ def leave_out(values: Sections, groups: Collection[str], folders: Sequence[Path]
     With `quant=int8`, nothing that the file says of quantization counts, and with `model=...` nothing that makes the
     model another one. With `optim=adamw_8bit` only its optim.name does not: no option of that group has anything else.
     """
-    decided = {key for group in groups for key in _decided_by(group, folders)} if values else set[str]()
+    if not values:
+        return {}
+    decided = {key for group in groups for key in _decided_by(group, folders)}
     return {
         section: {name: value for name, value in names.items() if f"{section}.{name}" not in decided}
         for section, names in values.items()
@@ -112,14 +116,22 @@ def _decided_by(group: str, folders: Sequence[Path]) -> Iterator[str]:
         return
     if group in ("quant", "task"):
         yield from (key for key in all_settings() if key.startswith(f"{group}."))
-    for file in (folder / group / f"{option}.yaml" for folder in folders for option in group_options(group, [folder])):
-        if not file.is_file():  # nobody waits for a pipe
-            continue
-        try:
-            text = read_text(file)
-            values = parse_settings(text)
-        except (OSError, ValueError):
-            continue  # Hydra tells it, if this is the option that is picked
-        is_global = "@package _global_" in text.partition("\n")[0]
-        for section, names in (values if is_global else {group: values}).items():
-            yield from (f"{section}.{name}" for name in (names if isinstance(names, dict) else ()))
+    for folder in folders:
+        for option in group_options(group, [folder]):
+            yield from _set_by(folder / group / f"{option}.yaml", group)
+
+
+def _set_by(file: Path, group: str) -> Iterator[str]:
+    """The settings that the file of an option sets; none of one that can't be read, which Hydra tells if it is used."""
+    if not file.is_file():  # nobody waits for a pipe
+        return
+    try:
+        text = read_text(file)
+        values = parse_settings(text)
+    except (OSError, ValueError):
+        return
+    is_global = "@package _global_" in text.partition("\n")[0]
+    sections = values if is_global else {group: values}
+    for section, names in sections.items():
+        if isinstance(names, dict):
+            yield from (f"{section}.{name}" for name in names)

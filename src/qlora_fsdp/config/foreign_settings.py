@@ -32,7 +32,9 @@ REMOTE_CODE = "model.trust_remote_code"
 
 # Notes beside the settings: the form of the rows, by which prompts are written; what tells the base from others; and
 # the SHA-256 of the weights that a preference's training started from, which its loss compares with.
-TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM = "trained_on", "base_fingerprint", "started_from"
+TRAINED_ON = "trained_on"
+BASE_FINGERPRINT = "base_fingerprint"
+STARTED_FROM = "started_from"
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
@@ -60,7 +62,8 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         raise _unreadable(file, error) from None
     if not isinstance(values, dict):
         raise _unreadable(file, ValueError("it holds no sections with settings"))
-    problems, kept = list[Problem](), dict[str, dict[str, Any]]()
+    problems: list[Problem] = []
+    kept: dict[str, dict[str, Any]] = {}
     for section, names in values.items():
         if section in (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM) and isinstance(names, str):
             continue

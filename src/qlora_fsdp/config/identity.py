@@ -11,7 +11,7 @@ from typing import Any
 from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
-from qlora_fsdp.config.written import fill_in, public_value
+from qlora_fsdp.config.written import by_key, fill_in, public_value
 
 MAX_CHAIN = 8  # settings that name one another, in a run's config.yaml
 MAX_LETTERS = 1000  # of a setting that another one names
@@ -38,9 +38,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         sections = read_yaml(file) if file.is_file() else {}
     except (OSError, ValueError):
         return {}
-    sections = sections if isinstance(sections, dict) else {}
-    sections = {section: values for section, values in sections.items() if isinstance(values, dict)}
-    found = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    found = dict(by_key(sections)) if isinstance(sections, dict) else {}
     for _ in range(MAX_CHAIN):
         filled = {key: fill_in(value, partial(_find_short, found)) for key, value in found.items()}
         if filled == found:

@@ -24,9 +24,20 @@ from qlora_fsdp.config.settings import problem_about
 # What makes two configs those of two models. The other keys, such as the ids of special tokens, differ between
 # finetunes of one model.
 FIGURES = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
 )
 # What JSON has no number for is an object in transformers' files: {"__float__": "Infinity"}.
 FLOAT_TAG, FLOATS = "__float__", ("NaN", "Infinity", "-Infinity")

@@ -303,13 +303,16 @@ def _find_wrong_option(key: str, swept: Override, options: Sequence[str]) -> Pro
     if isinstance(values, Glob):
         if values.filter(options):
             return None
-        reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
+        listed = ", ".join(options) or "none"
+        reason = f"matches no option of {key}, which has {listed}."
         fix = f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."
         return Problem(swept.input_line or key, reason, fix)
     if not options or not swept.is_discrete_sweep():
         return None
-    unknown = [option for option in swept.sweep_iterator() if option not in options]
-    return _unknown_option(key, str(unknown[0]), options) if unknown else None
+    for option in swept.sweep_iterator():
+        if option not in options:
+            return _unknown_option(key, str(option), options)
+    return None
 
 
 def _is_of_other_kind(key: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ import math
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -201,17 +201,23 @@ def unknown_setting(key: str, value: Any) -> Problem:
     """Returns the problem with a key that is no setting, with the one that was probably meant."""
     if key in FORMER:
         return problem_about(key, value, "is no setting any more.", FORMER[key].instead)
-    section, _, name = key.rpartition(".")
-    sections = [*(field.name for field in fields(schema.Config)), "experiment"]
+    return problem_about(key, value, "is not a setting.", _explain_unknown(key))
+
+
+def _explain_unknown(key: str) -> str:
+    """The fix for a key that is no setting: the settings that may have been meant, or those of its section."""
     nearest = nearest_settings(key)
-    if not nearest and (section or name) in sections:
-        prefix = (section or name) + "."
-        fix = f"{prefix[:-1]} has: {', '.join(k.removeprefix(prefix) for k in all_settings() if k.startswith(prefix))}."
-    elif nearest or (nearest := [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=0.7)):
-        fix = f"Did you mean {' or '.join(nearest)}?"
-    else:
-        fix = "See --help for the commonest settings, docs/configuration.md for all."
-    return problem_about(key, value, "is not a setting.", fix)
+    if nearest:
+        return f"Did you mean {' or '.join(nearest)}?"
+    sections = [*(field.name for field in fields(schema.Config)), "experiment"]
+    section = key.rpartition(".")[0] or key
+    if section in sections:
+        names = [name.removeprefix(f"{section}.") for name in all_settings() if name.startswith(f"{section}.")]
+        return f"{section} has: {', '.join(names)}."
+    near_sections = difflib.get_close_matches(key, sections, n=1, cutoff=0.7)
+    if near_sections and "." not in key:
+        return f"Did you mean {near_sections[0]}?"
+    return "See --help for the commonest settings, docs/configuration.md for all."
 
 
 def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
@@ -232,8 +238,14 @@ def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
         return problem_about(key, value, "has bytes that are no UTF-8.", "Type it in UTF-8, or rename what it names.")
     if "${" in str(value):
         return problem_about(key, value, "has ${ in its text, which OmegaConf takes for a reference.", "Leave it out.")
-    items = list(written.values()) if isinstance(written, dict) else written if isinstance(written, list) else [written]
-    changed = [item for item in items if isinstance(item, (bool, float))] if setting.has_texts else []
+    if not setting.has_texts:
+        return None
+    items = [written]
+    if isinstance(written, dict):
+        items = list(written.values())
+    elif isinstance(written, list):
+        items = written
+    changed = [item for item in items if isinstance(item, (bool, float))]
     if not changed:
         return None
     kind = "true or false" if isinstance(changed[0], bool) else "a number"
@@ -304,24 +316,32 @@ def _show_value(value: Any) -> str:
 
 
 def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
-    hints, comments = get_type_hints(config_class), _comments(config_class)
+    hints = get_type_hints(config_class)
+    comments = _comments(config_class)
     for field in fields(config_class):
-        key, hint = prefix + field.name, hints[field.name]
+        key = prefix + field.name
+        hint = hints[field.name]
         if is_dataclass(hint):
             assert isinstance(hint, type)
             yield from _walk(hint, prefix=key + ".")
-            continue
-        is_optional = get_origin(hint) in (Union, types.UnionType)
-        if is_optional:
-            (hint,) = (part for part in get_args(hint) if part is not type(None))
-        facets = field.metadata.get("facets")
-        if facets is None:
-            raise TypeError(f"{key} is declared without its facets: write {field.name}: ... = setting(...)")
-        undecided = list(schema.find_undecided(prefix[:-1], hint, facets))
-        if undecided:
-            raise TypeError(f"{key} must say {', and '.join(undecided)}")
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Setting(key, hint, is_optional or facets.text_or_list, default, comments.get(field.name, ""), facets)
+        else:
+            yield _make_setting(key, hint, field, comments.get(field.name, ""))
+
+
+def _make_setting(key: str, hint: Any, field: Field[Any], comment: str) -> Setting:
+    """The setting that a field of the schema declares."""
+    is_optional = get_origin(hint) in (Union, types.UnionType)
+    if is_optional:
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    facets = field.metadata.get("facets")
+    if facets is None:
+        raise TypeError(f"{key} is declared without its facets: write {field.name}: ... = setting(...)")
+    section = key.partition(".")[0]
+    undecided = list(schema.find_undecided(section, hint, facets))
+    if undecided:
+        raise TypeError(f"{key} must say {', and '.join(undecided)}")
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return Setting(key, hint, is_optional or facets.text_or_list, default, comment, facets)
 
 
 @cache
@@ -333,7 +353,8 @@ def _source(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
 
 def _comments(config_class: type) -> dict[str, str]:
     """The comment lines right above each field of a dataclass, joined."""
-    comments, (lines, classes) = {}, _source(config_class.__module__)
+    comments = {}
+    lines, classes = _source(config_class.__module__)
     for node in classes[config_class.__name__].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = []

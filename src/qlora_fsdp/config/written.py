@@ -33,11 +33,8 @@ def find_unresolvable(written: Mapping[str, Any]) -> list[Problem]:
 
 def note_written(config: Config, composed: Mapping[str, Any]) -> None:
     """Keeps in `config.written` what is written for settings, by section and name, where this has a `${...}`."""
-    for key in all_settings():
-        section, _, name = key.partition(".")
-        values = composed.get(section)
-        value = values.get(name) if isinstance(values, dict) else None
-        if "${" in str(value):
+    for key, value in by_key(composed):
+        if key in all_settings() and "${" in str(value):
             config.written[key] = value
     for key in config.written:
         if is_hidden(config, key):
@@ -85,34 +82,40 @@ def hide(text: str) -> str:
 
 
 def _find_clocks(written: Mapping[str, Any]) -> Iterator[Problem]:
-    for section, values in written.items():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, str) and "${now:" in value:
-                reason = "reads the clock on every rank by itself: the ranks would disagree."
-                fix = f'Let the shell do it: {section}.{name}="$(date +%Y-%m-%d_%H-%M)".'
-                yield Problem(f"{section}.{name}={value}", reason, fix)
+    for key, value in by_key(written):
+        if isinstance(value, str) and "${now:" in value:
+            reason = "reads the clock on every rank by itself: the ranks would disagree."
+            fix = f'Let the shell do it: {key}="$(date +%Y-%m-%d_%H-%M)".'
+            yield Problem(f"{key}={value}", reason, fix)
 
 
 def _find_growth(written: Mapping[str, Any]) -> Iterator[Problem]:
     """A few settings that name one another several times can stand for more text than there is memory."""
-    texts = {
-        f"{section}.{name}": str(value)
-        for section, values in written.items()
-        for name, value in (values.items() if isinstance(values, dict) else ())
-    }
-    named = {name: _ANY_NAME.findall(text) for name, text in texts.items() if "${" in text}
-    lengths = {name: len(texts.get(name, "")) for names in named.values() for name in names}
+    texts = {key: str(value) for key, value in by_key(written)}
+    named = {key: _ANY_NAME.findall(text) for key, text in texts.items() if "${" in text}
+    lengths = {key: len(text) for key, text in texts.items()}
     for _ in named:  # the longest chain of settings that name one another
-        longer = {key: len(texts[key]) + sum(lengths[name] for name in names) for key, names in named.items()}
-        if grown := [key for key, length in longer.items() if length > MAX_LETTERS]:
-            reason = f"stands for more than {MAX_LETTERS:,} letters: the settings that it names name others."
-            yield Problem(grown[0], reason, "Write its value without ${...}.")
-            return
-        lengths |= {key: length for key, length in longer.items() if key in lengths}
+        longer = {}
+        for key, others in named.items():
+            longer[key] = len(texts[key]) + sum(lengths.get(other, 0) for other in others)
+            if longer[key] > MAX_LETTERS:
+                reason = f"stands for more than {MAX_LETTERS:,} letters: the settings that it names name others."
+                yield Problem(key, reason, "Write its value without ${...}.")
+                return
+        lengths |= longer
+
+
+def by_key(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields settings that are given by section and name with their keys."""
+    for section, values in written.items():
+        if isinstance(values, dict):
+            for name, value in values.items():
+                yield f"{section}.{name}", value
 
 
 def _note_hidden(config: Config, key: str) -> None:
-    written, value = str(config.written[key]), value_of(config, key)
+    written = str(config.written[key])
+    value = value_of(config, key)
     given = {os.environ.get(name, ""): f"${{oc.env:{name}}}" for name in _VARIABLE.findall(written)}
     if isinstance(value, str):
         given[value] = written
