@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from qlora_fsdp.model import settle
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
-from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.records.run_state import checkpoint_folders, step_of
 from qlora_fsdp.runtime import hardware
 from qlora_fsdp.sharding import materialize
 from qlora_fsdp.training import train_adapter
@@ -44,7 +45,13 @@ ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
 ]
 
 
-def fail_in(phase: str, error: RuntimeError) -> None:
+def wait_for_checkpoint(run_folder: Path, step: int) -> None:
+    """A checkpoint is written beside training, so that a run could fail before it is complete."""
+    while not any(step_of(folder) == step for folder in checkpoint_folders(run_folder / "checkpoints")):
+        time.sleep(0.01)
+
+
+def fail_in(phase: str, error: RuntimeError, run_folder: Path) -> None:
     """On rank 1, let the third step's `phase` be what takes too much: the first evaluation after training."""
     if os.environ["RANK"] != "1":
         return
@@ -53,6 +60,8 @@ def fail_in(phase: str, error: RuntimeError) -> None:
     def count(name: str, due: int = 3) -> None:
         calls[name] = calls.get(name, 0) + 1
         if name == phase and calls[name] == due:
+            if due == 3:
+                wait_for_checkpoint(run_folder, 2)
             raise error
 
     forward, make_optimizer = CausalLM.forward, train_adapter.make_optimizer
@@ -88,8 +97,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForkedLaunch]:
         command.finish()
         return command
 
-    cases = {phase: end(phase, partial(fail_in, phase, ERRORS[i % len(ERRORS)])) for i, phase in enumerate(PHASES)}
-    cases["prepare"] = end("prepare", partial(fail_in, "prepare", ERRORS[1]))
+    cases = {}
+    for number, phase in enumerate(PHASES):
+        error = ERRORS[number % len(ERRORS)]
+        cases[phase] = end(phase, partial(fail_in, phase, error, folder / phase / "run"))
+    cases["prepare"] = end("prepare", partial(fail_in, "prepare", ERRORS[1], folder / "prepare" / "run"))
     return cases | {"again": end("forward")}
 
 
