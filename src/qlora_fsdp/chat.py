@@ -47,12 +47,17 @@ usage: qlora-fsdp chat [adapter=DIR] [launch.num_processes=N] [setting=value ...
   top_p=1, seed=0     of sampling
   other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
 
-In the chat: /reset forgets all turns, /system TEXT sets the system turn and forgets them, /exit (or Ctrl-D) ends.
+In the chat: /help says what there is, /reset forgets all turns, /system TEXT sets the system turn and forgets
+them, /exit (or Ctrl-D) ends.
 Arrow keys bring back earlier lines. Ctrl-C stops an answer that is being written (of one process).
 """
 
 OF_GENERATE = ("prompt", "prompts", "raw", "out", "batch_size")
-COMMANDS = "/reset, /system TEXT, /exit"
+COMMANDS = "/help, /reset, /system TEXT, /exit"
+HELP = """/reset        forgets all turns
+/system TEXT  sets the system turn and forgets all others; without TEXT there is none
+/exit         ends, as Ctrl-D does
+Ctrl-C stops an answer that is being written. Everything else is said to the model."""
 
 
 @dataclass
@@ -108,6 +113,10 @@ def _talk(answerer: Answerer, settings: ChatSettings, interrupts: Interrupts, pr
         if line is None or line.strip() in ("/exit", "/quit"):
             return
         if not line.strip() or conversation.obeys(line):
+            continue
+        if line.strip() == "/help":
+            if processes.is_main:
+                print(HELP)
             continue
         if re.fullmatch(r"/\w*", line.strip()):
             if processes.is_main:

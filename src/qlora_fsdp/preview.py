@@ -18,13 +18,15 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
+from qlora_fsdp.common.foreign_files import read_json_object
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
-from qlora_fsdp.common.text import plural, printable, shorten
+from qlora_fsdp.common.text import is_whole, plural, printable, shorten
 from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.commands import WITHOUT_TRAINING, AdapterSettings
 from qlora_fsdp.config.outlook import Outlook
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.runtime.run_command import run_command, tell_next
 
@@ -180,6 +182,13 @@ def _doubts(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
 
     if config.training.max_steps == WITHOUT_TRAINING["training"]["max_steps"]:  # not typed: the epochs say it
         config = config.with_values({"training.max_steps": None})
+    known = _known_positions(config.model)
+    longest = data.train.longest_part
+    if known is not None and longest > known:
+        yield (
+            f"Note: the longest row has {longest:,} tokens, and the model was made for {known:,} positions. Set "
+            f"training.max_length={known}, which cuts rows there, or see model.rope_scaling."
+        )
     outlook = Outlook.of(config, 1)
     doubts = [outlook.unusual_rate()]
     if config.training.global_batch_size is not None and not config.data.streaming:
@@ -187,6 +196,20 @@ def _doubts(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
         num_steps = split_batches(steps, 1, len(data.train)).num_steps
         doubts.append(outlook.few_steps(num_steps, len(data.train)))
     yield from (f"Note: {doubt}" for doubt in doubts if doubt is not None)
+
+
+def _known_positions(model: ModelConfig) -> int | None:
+    """Positions that the model was made for, by its config.json here or its preset; None if neither says."""
+    file = Path(model.path or "").expanduser() / "config.json"
+    values = model.config
+    if model.rope_scaling:
+        return None  # training says what these are made for
+    if model.path is not None and file.is_file():
+        with suppress(ValueError, OSError):  # training says what is wrong with it
+            values = read_json_object(file, MAX_CONFIG_BYTES)
+    text = values.get("text_config")
+    known = (text if isinstance(text, dict) else values).get("max_position_embeddings")
+    return known if is_whole(known) else None
 
 
 def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

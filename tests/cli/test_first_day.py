@@ -133,3 +133,43 @@ def test_a_model_that_can_not_be_had_offline_is_answered_after_one_question(comm
     assert "Retry" not in printed
     assert "Connection refused" in printed
     assert "meta-llama/Meta-Llama-3-70B" in printed
+
+
+def test_preview_tells_rows_that_the_model_has_no_positions_for(base: Path, tmp_path: Path) -> None:
+    known = json.loads((base / "config.json").read_text())["max_position_embeddings"]
+    write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b" * (known + 10)}])
+    typed = [f"model.path={base}", "data=rows.jsonl", f"data.cache_folder={tmp_path}"]
+    code, printed = run_forked(tmp_path, "preview", *typed, f"training.max_length={known + 20}", "rows=0")
+    assert code == 0 and f"and the model was made for {known:,} positions. Set training.max_length={known}," in printed
+    code, printed = run_forked(tmp_path, "preview", *typed, f"training.max_length={known}", "rows=0")
+    assert code == 0 and "positions" not in printed
+
+
+def test_a_plan_for_other_machines_does_not_ask_for_packages_here(tmp_path: Path) -> None:
+    flash = "model.attn_implementation=flash_attention_2"
+    code, printed = run_forked(tmp_path, "preflight", "model=llama3.2-1b-base", "hardware=1xh100", flash)
+    assert code == 0 and printed.startswith("Fits: "), printed
+
+
+def test_the_smallest_model_of_a_name_is_proposed_first(tmp_path: Path) -> None:
+    code, printed = run_forked(tmp_path, "preflight", "model=llama3", "hardware=1xh100")
+    assert code == 2 and "Did you mean model=llama3-8b or model=llama3-70b?" in printed
+
+
+def test_after_plain_text_the_next_command_continues_text(base: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": ANSWER}] * 4)
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    settings = [f"model.path={base}", "data=rows.jsonl", f"data.cache_folder={tmp_path}", "training.max_steps=1"]
+    printed, folder = train(tmp_path, *settings, "data.chat_template=chat.jinja")
+    assert f'  qlora-fsdp generate adapter={folder}/adapter raw=true prompt="..."' in printed, printed
+    # What a killed process has left behind is gone once the run has finished.
+    left = [folder / ".summary.json.a1b2c3.tmp", folder / ".adapter.a1b2c3.tmp"]
+    for path in left:
+        path.mkdir()
+    train(tmp_path, *settings)
+    assert not any(path.exists() for path in left)
+
+
+def test_a_chat_helps(typed: list[str], tmp_path: Path) -> None:
+    code, printed = run_forked(tmp_path, "chat", typed[0], "data.chat_template=chatml", text="/help\n/exit\n")
+    assert code == 0 and "/system TEXT  sets the system turn" in printed, printed

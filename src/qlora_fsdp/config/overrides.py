@@ -8,6 +8,7 @@ path, quoted keys of a mapping) is taken as it is typed, or read as YAML. A swee
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -388,4 +389,11 @@ def _nearest_options(group: str, typed: str, options: Sequence[str]) -> list[str
     if meant is not None:
         return [meant]
     longer = [name for name in options if name.startswith(f"{typed}-")]  # such as -base and -instruct of a model
+    longer.sort(key=_size_in_name)  # most can train the smallest ones
     return longer[:2] or difflib.get_close_matches(typed, options, n=1, cutoff=0.5)
+
+
+def _size_in_name(name: str) -> float:
+    """The billions of parameters that an option's name tells, as in llama3-8b; infinite if it tells none."""
+    found = re.search(r"(?:^|-)(\d+(?:\.\d+)?)b(?:-|$)", name)
+    return float(found[1]) if found else math.inf

@@ -45,7 +45,7 @@ import torch
 
 from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.errors import RunFolderError, refuse
-from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
+from qlora_fsdp.common.files import open_to_append, remove, remove_leftovers, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, RunConfig
 from qlora_fsdp.records.check_run_folder import check_run_folder, find_obstacle, mark
@@ -116,6 +116,8 @@ def open_run_folder(folder: Path, config: Config, processes: Processes, keep_rec
     """
     if processes.is_main:
         with writing(folder):
+            for name in (*RECORDS, SUMMARY_FILE, CONFIG_FILE, ENVIRONMENT_FILE, "adapter"):
+                remove_leftovers(folder / name)  # the run holds the folder, so nobody is writing them
             remove(folder / SUMMARY_FILE)
             if not keep_records:
                 for stale in RECORDS:
@@ -142,8 +144,8 @@ def check_room(folder: Path, num_bytes: int, file_bytes: int, processes: Process
     problem = None
     if free < num_bytes:
         problem = (
-            f"run.folder={folder} has room for {free / 2**20:,.1f} MiB, and the adapter takes "
-            f"{num_bytes / 2**20:,.1f}. Free space there, or set run.folder to a folder on another disk."
+            f"run.folder={folder} has room for {_show_mib(free)} MiB, and the adapter takes "
+            f"{_show_mib(num_bytes)}. Free space there, or set run.folder to a folder on another disk."
         )
     elif limit != resource.RLIM_INFINITY and limit < file_bytes:
         problem = (
@@ -153,6 +155,11 @@ def check_room(folder: Path, num_bytes: int, file_bytes: int, processes: Process
     problem = processes.first_error(problem)
     if problem is not None:
         raise RunFolderError(problem)
+
+
+def _show_mib(num_bytes: int) -> str:
+    mib = num_bytes / 2**20
+    return f"{mib:,.1f}" if mib >= 1 else f"{mib:.2g}"
 
 
 def close_run_folder() -> None:

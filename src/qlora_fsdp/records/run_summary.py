@@ -12,6 +12,8 @@ from typing import Any
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, show_duration
+from qlora_fsdp.config.commands import read_trained_on
+from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_state import REPORT_FILE, SUMMARY_FILE
@@ -133,7 +135,9 @@ def commands_for(adapter: Path, is_causal: bool, is_random: bool, trusts_code: b
     """Returns the commands that can use an adapter, as one types them."""
     given = f"adapter={shlex.quote(str(adapter))}"
     loaded = given + trust(trusts_code)
-    commands = [ask(loaded, adapter) if is_causal else f"qlora-fsdp evaluate {loaded} data.path=FILE"]
+    has_chats = read_trained_on(str(adapter)) in (None, DataFormat.messages)
+    asks = ask(loaded, adapter) if has_chats else f'qlora-fsdp generate {loaded} raw=true prompt="..."'
+    commands = [asks if is_causal else f"qlora-fsdp evaluate {loaded} data.path=FILE"]
     if not is_random:
         merged = shlex.quote(str(adapter.with_name("merged")))
         commands.append(f"qlora-fsdp merge {loaded} out={merged}")

@@ -84,6 +84,10 @@ def check_model(model: ModelConfig, is_dry_run: bool) -> Iterator[Problem]:
     if model.tokenizer_path is not None and model.tokenizer_path != "bytes":
         fix = "Set model.tokenizer_path to a folder with a tokenizer."
         yield from _check_path("model.tokenizer_path", model.tokenizer_path, fix)
+
+
+def check_packages(model: ModelConfig) -> Iterator[Problem]:
+    """Yields settings that need a package which this machine lacks. A plan for other machines does not ask."""
     wants_flash = model.attn_implementation is AttnImplementation.flash_attention_2
     if wants_flash and find_spec("flash_attn_2_cuda") is None:
         reason = "needs the package flash-attn, which is not installed."

@@ -28,6 +28,7 @@ from qlora_fsdp.config.checks.check_model import (
     check_embeddings,
     check_lora,
     check_model,
+    check_packages,
     check_quant,
     check_rope_scaling,
     check_tokens,
@@ -95,7 +96,10 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    return [problem for problem in _find_problems(config) if needs.concern(config, problem)]
+    problems = list(_find_problems(config))
+    if not needs.plans_only:
+        problems += check_packages(config.model)
+    return [problem for problem in problems if needs.concern(config, problem)]
 
 
 def _find_problems(config: Config) -> Iterator[Problem]:
