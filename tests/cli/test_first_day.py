@@ -173,3 +173,17 @@ def test_after_plain_text_the_next_command_continues_text(base: Path, tmp_path: 
 def test_a_chat_helps(typed: list[str], tmp_path: Path) -> None:
     code, printed = run_forked(tmp_path, "chat", typed[0], "data.chat_template=chatml", text="/help\n/exit\n")
     assert code == 0 and "/system TEXT  sets the system turn" in printed, printed
+
+
+def test_a_schedule_with_a_floor_and_one_with_a_stable_part(typed: list[str], tmp_path: Path) -> None:
+    steps = ["training.max_steps=10", "training.global_batch_size=1", "optim.warmup_steps=0"]
+    steps += ["training.learning_rate=1e-3"]
+    floor = ["optim.lr_scheduler_type=cosine_with_min_lr", "optim.lr_scheduler_kwargs={min_lr_rate: 0.5}"]
+    _, folder = train(tmp_path, *typed, *steps, *floor)
+    rates = [line["learning_rate"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    assert rates[0] == 1e-3 and rates == sorted(rates, reverse=True) and 0.5e-3 < rates[-1] < 0.52e-3
+    _, folder = train(tmp_path, *typed, *steps, "optim.lr_scheduler_type=warmup_stable_decay")
+    rates = [line["learning_rate"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    assert rates[:9] == [1e-3] * 9 and rates[9] == pytest.approx(0.5e-3)
+    code, printed = run_forked(tmp_path, "train", *typed, "optim.lr_scheduler_kwargs={min_lr_rate: 0.5}")
+    assert code == 2 and "names min_lr_rate, and optim.lr_scheduler_type=cosine has no such argument" in printed

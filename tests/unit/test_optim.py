@@ -62,7 +62,10 @@ def test_8_bit_adamw_is_bitsandbytes_own_bit_for_bit():
         assert all(map(torch.equal, ours, plain))
 
 
-@pytest.mark.parametrize("shape", LrScheduler)
+OWN_ARGUMENTS = [shape for shape in LrScheduler if not shape.arguments]
+
+
+@pytest.mark.parametrize("shape", OWN_ARGUMENTS)
 @pytest.mark.parametrize("num_steps", [6, 100])
 @pytest.mark.parametrize("num_warmup", [0, 1, 5])
 def test_the_learning_rate_is_that_of_transformers_after_a_warmup_that_is_a_step_ahead(
@@ -89,3 +92,35 @@ def test_the_part_of_the_steps_is_rounded_as_in_transformers():
         rates = [learning_rate_at(step, num_steps, 1.0, config) for step in range(num_steps)]
         num_warmup = TrainingArguments(warmup_steps=ratio, use_cpu=True).get_warmup_steps(num_steps)
         assert rates.index(1.0) == num_warmup - 1
+
+
+@pytest.mark.parametrize("num_warmup", [0, 5])
+@pytest.mark.parametrize(
+    ("shape", "ours", "theirs"),
+    [
+        (LrScheduler.cosine_with_min_lr, {}, {"min_lr_rate": 0.1}),
+        (LrScheduler.cosine_with_min_lr, {"min_lr_rate": 0.3}, {"min_lr_rate": 0.3}),
+        (LrScheduler.warmup_stable_decay, {}, {"num_decay_steps": 20}),
+        (
+            LrScheduler.warmup_stable_decay,
+            {"decay_ratio": 0.5, "min_lr_ratio": 0.1},
+            {"num_decay_steps": 50, "min_lr_ratio": 0.1},
+        ),
+        (LrScheduler.polynomial, {"power": 2.0, "lr_end": 0.01}, {"power": 2.0, "lr_end": 0.01}),
+        (LrScheduler.cosine_with_restarts, {"num_cycles": 3}, {"num_cycles": 3}),
+    ],
+)
+def test_schedules_with_arguments_are_transformers(
+    shape: LrScheduler, ours: dict[str, float], theirs: dict[str, float], num_warmup: int
+):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = get_scheduler(shape.value, optimizer, num_warmup, 100, scheduler_specific_kwargs=theirs)
+    config = OptimConfig(lr_scheduler_type=shape, lr_scheduler_kwargs=ours, warmup_steps=num_warmup)
+    rates = []
+    for _ in range(100):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    found = [learning_rate_at(step, 100, 0.5, config) for step in range(100)]
+    assert found[num_warmup:] == pytest.approx(rates[num_warmup:], rel=1e-12)
+    assert found[:num_warmup] == pytest.approx([0.5 * (step + 1) / num_warmup for step in range(num_warmup)])

@@ -283,7 +283,8 @@ def _nearest_value(setting: Setting, value: Any) -> Any:
     by_lower = {choice.lower(): choice for choice in setting.choices}
     meant = [choice for choice in _ON_AND_OFF.get(word, ()) if choice in by_lower]
     longer = [choice for choice in by_lower if word.startswith(f"{choice}_")]  # as constant_with_warmup
-    nearest = meant or difflib.get_close_matches(word, by_lower, n=1) or longer
+    typos = difflib.get_close_matches(word, by_lower, n=1, cutoff=0.8)
+    nearest = meant or typos or longer or difflib.get_close_matches(word, by_lower, n=1)
     if nearest:
         return by_lower[nearest[0]]
     if setting.type is bool and value in (0, 1):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import get_scheduler
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.sizes import MIN_8BIT_ELEMENTS
@@ -162,8 +164,9 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
     """The learning rate of a step.
 
     During warmup it rises linearly, and the last step of warmup has the peak. Then cosine and linear fall to 0, which
-    the step after the last one would have. From there on transformers' schedules of these names do the same; their
-    warmup is a step behind, as their first step has a rate of 0 and changes nothing.
+    the step after the last one would have. From there on transformers' schedules of these names do the same, and the
+    other shapes are transformers' own; their warmup is a step behind, as their first step has a rate of 0 and changes
+    nothing. The host sets the rate before each step, whose update is launched kernel by kernel and is part of no graph.
 
     Args:
         step: 0 for the first optimizer step.
@@ -182,8 +185,30 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
             return peak * (1.0 - progress)
         case LrScheduler.cosine:
             return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case (
+            LrScheduler.cosine_with_min_lr
+            | LrScheduler.warmup_stable_decay
+            | LrScheduler.polynomial
+            | LrScheduler.cosine_with_restarts
+        ):
+            arguments = config.lr_scheduler_type.arguments | config.lr_scheduler_kwargs
+            factor = _schedule(config.lr_scheduler_type, warmup, num_steps, peak, tuple(sorted(arguments.items())))
+            return peak * factor(step)
         case _:
             assert_never(config.lr_scheduler_type)
+
+
+@cache
+def _schedule(
+    shape: LrScheduler, warmup: int, num_steps: int, peak: float, arguments: tuple[tuple[str, float], ...]
+) -> Callable[[int], float]:
+    """transformers' schedule: from a step to the part of the peak that its rate is."""
+    own: dict[str, Any] = dict(arguments)
+    if shape is LrScheduler.warmup_stable_decay:  # transformers counts steps
+        own["num_decay_steps"] = min(num_steps - warmup, round(own.pop("decay_ratio") * num_steps))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    schedule = get_scheduler(shape.value, optimizer, warmup, num_steps, scheduler_specific_kwargs=own)
+    return cast(Callable[[int], float], schedule.lr_lambdas[0])
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,25 @@ def check_optim(optim: OptimConfig, max_steps: int | None) -> Iterator[Problem]:
     if optim.warmup_steps is not None and max_steps is not None and optim.warmup_steps >= max_steps:
         reason = f"leaves no step after the warmup: training.max_steps={max_steps}."
         yield problem_with(optim, "optim.warmup_steps", reason, "Set it below training.max_steps.")
+    yield from _check_schedule(optim)
+
+
+def _check_schedule(optim: OptimConfig) -> Iterator[Problem]:
+    """Yields arguments of the learning rate's shape that it does not have, or that are no such numbers."""
+    shape = optim.lr_scheduler_type
+    for name, value in optim.lr_scheduler_kwargs.items():
+        known = shape.arguments
+        key, limit = "optim.lr_scheduler_kwargs", math.inf
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            reason = f"names {name}, and {show('optim.lr_scheduler_type', shape)} has no such argument: {has}."
+            yield problem_with(optim, key, reason, "Leave it out.")
+            continue
+        if name.endswith(("_rate", "_ratio")):
+            limit = 1.0
+        if not 0 <= value <= limit or (name == "num_cycles" and value != max(1, int(value))):
+            reason = f"has {name}={value:g}, which is no such number."
+            yield problem_with(optim, key, reason, f"Set {name} to {known[name]:g}, the default, or the like.")
 
 
 def check_steps(training: TrainingConfig, data: DataConfig) -> Iterator[Problem]:

@@ -43,6 +43,27 @@ class LrScheduler(Enum):
     cosine = "cosine"
     linear = "linear"
     constant = "constant"
+    cosine_with_min_lr = "cosine_with_min_lr"
+    warmup_stable_decay = "warmup_stable_decay"
+    polynomial = "polynomial"
+    cosine_with_restarts = "cosine_with_restarts"
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """What optim.lr_scheduler_kwargs may set of it, with the defaults, which are transformers' where it has any."""
+        match self:
+            case LrScheduler.cosine | LrScheduler.linear | LrScheduler.constant:
+                return {}
+            case LrScheduler.cosine_with_min_lr:
+                return {"min_lr_rate": 0.1}
+            case LrScheduler.warmup_stable_decay:
+                return {"decay_ratio": 0.2, "min_lr_ratio": 0.0}
+            case LrScheduler.polynomial:
+                return {"power": 1.0, "lr_end": 1e-7}
+            case LrScheduler.cosine_with_restarts:
+                return {"num_cycles": 1}
+            case unknown:
+                assert_never(unknown)
 
 
 @dataclass
@@ -57,8 +78,15 @@ class OptimConfig:
     eps: float = setting(1e-08, Run.other, ALWAYS, files=Files.users, bounds=above(0))
     # Clip the gradient's global norm to this. 0 does not clip.
     max_grad_norm: float = setting(1.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
-    # Shape of the learning rate after warmup.
+    # Shape of the learning rate after warmup, by transformers' names. cosine and linear fall to 0. cosine_with_min_lr
+    # falls to min_lr_rate times the peak (0.1). warmup_stable_decay stays at the peak and falls during the last
+    # decay_ratio of the steps (0.2), as a cosine, to min_lr_ratio times the peak (0). polynomial falls to lr_end (1e-7)
+    # with a power (1). cosine_with_restarts begins again num_cycles times (1).
     lr_scheduler_type: LrScheduler = setting(LrScheduler.cosine, Run.other, ALWAYS, files=Files.users)
+    # Arguments of this shape, by their names above.
+    lr_scheduler_kwargs: dict[str, float] = setting(
+        {}, Run.other, ALWAYS, files=Files.users, example="'{min_lr_rate: 0.05}'"
+    )
     # Part of the steps during which the learning rate rises from 0.
     warmup_ratio: float = setting(0.03, Run.other, ALWAYS, files=Files.users, bounds=at_least(0, below=1))
     # Number of warmup steps. It wins over warmup_ratio.
