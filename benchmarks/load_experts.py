@@ -22,7 +22,7 @@ import torch
 from make_checkpoint import write_hole, write_tokenizer
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.model.find import make_config
 
 GIB = 2**30

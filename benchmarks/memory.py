@@ -216,7 +216,7 @@ def run_worker(folder: Path) -> None:
     import torch
 
     from qlora_fsdp.common.errors import UserError
-    from qlora_fsdp.config.compose import load_config
+    from qlora_fsdp.config.reading.compose import load_config
     from qlora_fsdp.config.world import World
     from qlora_fsdp.training.run import run
 

@@ -30,7 +30,7 @@ TEMPLATE = ROOT / "src" / "qlora_fsdp" / "data" / "templates" / "chatml.jinja"
 MIB = 2**20
 IN_A_RANK = """
 import json, sys, time, psutil
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.data.split import split_batches
 from qlora_fsdp.training.batches import GlobalBatches

@@ -22,7 +22,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from qlora_fsdp.common.startup import end_process
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.training import loop
 from qlora_fsdp.training.optim import learning_rate_at

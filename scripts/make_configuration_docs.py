@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.reading.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.schema import Run
 from qlora_fsdp.config.settings import Setting, all_settings, show
 

@@ -22,7 +22,7 @@ class SettingsFolderSource(FileConfigSource):
         return "settings"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        from qlora_fsdp.config.experiment_files import read_experiment  # only here: every Hydra program scans this
+        from qlora_fsdp.config.reading.config_file import read_experiment  # only here: every Hydra program scans this
 
         values = read_experiment(Path(self.path) / self._normalize_file_name(config_path))
         return replace(super().load_config(config_path), config=OmegaConf.create(values))

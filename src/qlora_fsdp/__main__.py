@@ -30,7 +30,7 @@ COMMANDS = {
     "status": ("qlora_fsdp.status", "how runs are doing"),
     "report": ("qlora_fsdp.report.__main__", "write a page about a run, or one that compares several"),
     "doctor": ("qlora_fsdp.doctor.__main__", "can this host train, and what would be in the way?"),
-    "schema": ("qlora_fsdp.config.json_schema", "print a JSON schema of the settings, for editors"),
+    "schema": ("qlora_fsdp.config.reading.json_schema", "print a JSON schema of the settings, for editors"),
     "completion": ("qlora_fsdp.launch.completion", 'complete words in this shell: eval "$(qlora-fsdp completion)"'),
 }
 ONLY_PRINT = ("preflight", "status", "schema", "completion")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import DataError, Problem, UserError
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout, is_unicode
-from qlora_fsdp.config.commands import read_trained_on
+from qlora_fsdp.config.reading.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, tell_conversations

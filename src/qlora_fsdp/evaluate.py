@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.config.commands import BaseAndAdapterSettings
+from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, StepSpec

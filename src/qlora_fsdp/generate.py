@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import is_unicode, plural, shorten
-from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_trained_on
+from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out

@@ -19,7 +19,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
-from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_trained_on
+from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import (
     Config,
     DataFormat,

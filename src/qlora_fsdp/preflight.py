@@ -30,10 +30,10 @@ from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.checks.check_data import check_mix_values
 from qlora_fsdp.config.checks.check_model import is_local_path
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check_world
-from qlora_fsdp.config.commands import sweep_problems
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.outlook import Outlook
+from qlora_fsdp.config.reading.commands import sweep_problems
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World

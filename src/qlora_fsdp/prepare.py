@@ -16,8 +16,8 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, printable
-from qlora_fsdp.config.command_line import WITH_VALUE
-from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.reading.command_line import WITH_VALUE
+from qlora_fsdp.config.reading.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
 from qlora_fsdp.config.settings import all_settings, problem_about
 from qlora_fsdp.config.specs import DataSpec

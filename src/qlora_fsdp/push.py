@@ -15,16 +15,16 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import ConfigError, Problem, UserError, print_error, refuse
 from qlora_fsdp.common.hub import find_cached_model, is_repo_name
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.config.adapter_config import adapter_problems
-from qlora_fsdp.config.commands import (
+from qlora_fsdp.config.adapter.adapter_config import adapter_problems
+from qlora_fsdp.config.adapter.foreign_settings import read_base_model
+from qlora_fsdp.config.adapter.start_adapter import may_be_same
+from qlora_fsdp.config.reading.commands import (
     BaseAndAdapterSettings,
     load_command,
     read_base_fingerprint,
     read_own_settings,
 )
-from qlora_fsdp.config.foreign_settings import read_base_model
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.start_adapter import may_be_same
 from qlora_fsdp.records.upload import push_adapter
 from qlora_fsdp.runtime.run_command import log, log_to_stderr
 

@@ -20,8 +20,8 @@ from qlora_fsdp.common.errors import UserError, refuse
 from qlora_fsdp.common.startup import announce, end_process, quick_imports
 from qlora_fsdp.config.checks.check_launch import check_launch_environment, follow_launcher
 from qlora_fsdp.config.checks.check_settings import check_split
-from qlora_fsdp.config.command_line import parse_arguments
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.command_line import parse_arguments
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.launch.ranks import plan_ranks, start_ranks
 from qlora_fsdp.records.check_run_folder import check_run

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from qlora_fsdp import evaluate, generate, merge
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.build import AUTO_CLASSES

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.helpers.experts import make_experts
 from tests.helpers.lines import read_lines

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.ranks import once, run_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import qlora_fsdp.training.run as pipeline
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.runtime.pinned_memory import pinned_buffer
 from tests.helpers.ranks import Meeting, once, run_ranks

@@ -17,7 +17,7 @@ with quick_imports():
 
     import qlora_fsdp.training.run  # noqa: F401
     import tests.helpers.classification  # noqa: F401
-    from qlora_fsdp.config.compose import load_config
+    from qlora_fsdp.config.reading.compose import load_config
     from tests.helpers.runs import settings
 
 # What these make at their first use; Hydra too, for the choices of files that tests/helpers/quick_config.py finds new

@@ -19,10 +19,10 @@ from unittest import mock
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from qlora_fsdp.config import compose, hydra_files
-from qlora_fsdp.config.command_line import conf_folder
-from qlora_fsdp.config.config_file import Sections
+from qlora_fsdp.config.reading import compose
+from qlora_fsdp.config.reading.command_line import conf_folder
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import Sections
 from qlora_fsdp.records.start_folder import find_start
 
 # Names the folder in which the processes of a session find what one of them has composed
@@ -33,7 +33,7 @@ _compose_all = compose._compose_files
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """What `qlora_fsdp.config.compose.load_config` returns or raises, for a run."""
+    """What `qlora_fsdp.config.reading.compose.load_config` returns or raises, for a run."""
     with composing_quickly():
         return compose.load_config(argv, find_start=find_start)
 
@@ -46,7 +46,7 @@ def composing_quickly() -> Iterator[None]:
 
 
 def _compose(options: Sequence[str], folders: Sequence[Path], given: Sections) -> DictConfig:
-    stand_ins = hydra_files.stand_ins.get()
+    stand_ins = compose.stand_ins.get()
     return pickle.loads(_compose_files(tuple(options), tuple(folders), json.dumps(given), json.dumps(stand_ins)))
 
 

@@ -37,9 +37,9 @@ from safetensors.torch import save_file
 from qlora_fsdp import status
 from qlora_fsdp.common.errors import UserError, print_error
 from qlora_fsdp.common.files import digest_file
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_lora
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_lora
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
-from qlora_fsdp.config.commands import load_command
+from qlora_fsdp.config.reading.commands import load_command
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig, QuantConfig
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.tokenize import RowTokenizer

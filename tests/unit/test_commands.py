@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from tests.helpers.lines import broken_pipe
 
 from qlora_fsdp.common.errors import ConfigError, RunFolderError
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE
-from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
-from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.foreign_settings import described
+from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.adapter.foreign_settings import described
+from qlora_fsdp.config.reading.commands import AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import value_of
 from qlora_fsdp.generate import main as generate

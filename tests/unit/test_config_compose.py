@@ -13,9 +13,8 @@ from tests.helpers import quick_config
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config import trackers, written
-from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
-from qlora_fsdp.config.compose import load_config, to_yaml
-from qlora_fsdp.config.hydra_files import register_schema
+from qlora_fsdp.config.reading.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.reading.compose import load_config, register_schema, to_yaml
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
 from qlora_fsdp.config.settings import all_settings, example_of, value_of
 from qlora_fsdp.config.world import World
@@ -333,7 +332,7 @@ def test_unknown_option_of_the_command_line() -> None:
 
 def test_help_is_complete_and_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
-        "import sys; from qlora_fsdp.config.compose import load_config\n"
+        "import sys; from qlora_fsdp.config.reading.compose import load_config\n"
         "try: load_config(['--help'])\n"
         "finally: print('HEAVY', {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules))"
     )
@@ -347,9 +346,9 @@ def test_help_is_complete_and_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_hydra_main_composes_the_same_and_writes_nothing(tmp_path: Path) -> None:
     program = (
-        "import hydra; from qlora_fsdp.config.command_line import conf_folder\n"
-        "from qlora_fsdp.config.compose import *\n"
-        "from qlora_fsdp.config.hydra_files import register_schema\n"
+        "import hydra; from qlora_fsdp.config.reading.command_line import conf_folder\n"
+        "from qlora_fsdp.config.reading.compose import *\n"
+        "from qlora_fsdp.config.reading.compose import register_schema\n"
         "register_schema()\n"
         "def run(composed):\n"
         "    config, problems = read_config(composed)\n"

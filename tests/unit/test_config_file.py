@@ -12,9 +12,9 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp import evaluate, preflight
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.config.command_line import conf_folder
-from qlora_fsdp.config.compose import load_config as load_from_files
-from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.config.reading.command_line import conf_folder
+from qlora_fsdp.config.reading.compose import load_config as load_from_files
+from qlora_fsdp.config.reading.compose import to_yaml
 from qlora_fsdp.config.schema import DEFAULT_DATA, LrScheduler, Optimizer
 from qlora_fsdp.train import main
 

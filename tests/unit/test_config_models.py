@@ -13,8 +13,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from qlora_fsdp.config.command_line import conf_folder, group_options
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.command_line import conf_folder, group_options
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.config.world import World

@@ -21,10 +21,10 @@ from safetensors.numpy import save_file
 from qlora_fsdp import preflight
 from qlora_fsdp.__main__ import COMMANDS
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.commands import AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.reading.compose import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
 ROOT = Path(__file__).parents[2]

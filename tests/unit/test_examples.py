@@ -13,7 +13,7 @@ import pytest
 
 from qlora_fsdp import preflight
 from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

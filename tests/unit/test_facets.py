@@ -12,7 +12,7 @@ import pytest
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config import schema, settings
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, Files, Owner, Run
 from qlora_fsdp.config.schema.facets import ALWAYS, Facets, setting, when
 from qlora_fsdp.config.schema.former import FORMER

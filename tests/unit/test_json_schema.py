@@ -11,9 +11,9 @@ import yaml
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.config.bounded_yaml import read_yaml
-from qlora_fsdp.config.command_line import conf_folder, group_options
-from qlora_fsdp.config.compose import to_yaml
-from qlora_fsdp.config.json_schema import json_schema, main
+from qlora_fsdp.config.reading.command_line import conf_folder, group_options
+from qlora_fsdp.config.reading.compose import to_yaml
+from qlora_fsdp.config.reading.json_schema import json_schema, main
 from qlora_fsdp.config.settings import all_settings
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -23,7 +23,7 @@ from tests.helpers.lines import broken_pipe, read_lines
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.checks.check_launch import check_accelerate_file
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.launch import local, multirun, sweep
 from qlora_fsdp.launch.command import divide_gpus, launch_command
 from qlora_fsdp.launch.ranks import _wait
@@ -45,7 +45,7 @@ times = [started, time.time(), os.environ.get("CUDA_VISIBLE_DEVICES")]
 with (folder.parent / "starts.jsonl").open("a") as file: file.write(json.dumps([folder.name, *times]) + chr(10))
 if settings.get("lora.r") == "13": print("Error: unlucky"); sys.exit(3)
 loss = abs(float(settings.get("training.learning_rate", 0)) - 0.02)
-from qlora_fsdp.config.compose import load_config, to_yaml
+from qlora_fsdp.config.reading.compose import load_config, to_yaml
 (folder / "config.yaml").write_text(to_yaml(load_config(sys.argv[1:])))
 (folder / "adapter").mkdir(exist_ok=True)
 (folder / "summary.json").write_text(json.dumps({"status": "finished", "steps": 3, "final_loss": loss}))

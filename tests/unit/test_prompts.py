@@ -12,8 +12,14 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common import text
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE
-from qlora_fsdp.config.commands import AdapterSettings, load_command, read_started_from, read_trained_on, saved_settings
+from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.reading.commands import (
+    AdapterSettings,
+    load_command,
+    read_started_from,
+    read_trained_on,
+    saved_settings,
+)
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.form import find_form

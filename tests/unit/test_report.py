@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
-from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.config.reading.compose import to_yaml
 from qlora_fsdp.records.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.charts import Series, chart, running_mean, ticks

@@ -11,8 +11,8 @@ import yaml
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 
-from qlora_fsdp.config.commands import saved_settings
-from qlora_fsdp.config.foreign_settings import read_foreign_settings
+from qlora_fsdp.config.adapter.foreign_settings import read_foreign_settings
+from qlora_fsdp.config.reading.commands import saved_settings
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.cache import fingerprint

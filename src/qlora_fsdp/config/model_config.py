@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.command_line import conf_folder, group_options
+from qlora_fsdp.config.reading.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.config.settings import problem_about
 

@@ -20,6 +20,8 @@ from qlora_fsdp.common.text import is_number, is_unicode
 from qlora_fsdp.config import schema
 from qlora_fsdp.config.schema.former import FORMER, FORMER_VALUES
 
+Sections = dict[str, dict[str, Any]]  # values by section and name
+
 
 @dataclass(frozen=True)
 class Setting:

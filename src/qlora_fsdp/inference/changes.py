@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
-from qlora_fsdp.config.adapter_tables import PREFIX, TOKEN_ROWS, whole_keys
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
+from qlora_fsdp.config.adapter.adapter_tables import PREFIX, TOKEN_ROWS, whole_keys
 from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER

@@ -24,7 +24,7 @@ from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
 from qlora_fsdp.common.foreign_files import named_templates, read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.data.chats.turns import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
 from qlora_fsdp.inference.changes import ParameterChange, check_shared_layers, find_parameter_changes

@@ -11,12 +11,12 @@ import torch
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_lora
-from qlora_fsdp.config.commands import BaseAndAdapterSettings, read_base_fingerprint, read_started_from
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_lora
+from qlora_fsdp.config.adapter.start_adapter import SETTING
+from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_base_fingerprint, read_started_from
 from qlora_fsdp.config.schema import Config, PreferenceLoss, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.config.start_adapter import SETTING
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from qlora_fsdp.config.command_line import WITH_VALUE, conf_folder, default_options, group_options
+from qlora_fsdp.config.reading.command_line import WITH_VALUE, conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import all_settings
 
 WITHOUT_SETTINGS = ("status", "report", "doctor", "schema", "completion")

@@ -19,10 +19,9 @@ from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolde
 from qlora_fsdp.common.startup import is_rank
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.command_line import Arguments
-from qlora_fsdp.config.compose import read_given
-from qlora_fsdp.config.hydra_files import composing
-from qlora_fsdp.config.overrides import chosen_groups, quote, read_overrides, read_sweep
+from qlora_fsdp.config.reading.command_line import Arguments
+from qlora_fsdp.config.reading.compose import composing, read_given
+from qlora_fsdp.config.reading.overrides import chosen_groups, quote, read_overrides, read_sweep
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report

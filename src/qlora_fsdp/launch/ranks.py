@@ -22,7 +22,7 @@ import psutil
 from qlora_fsdp.common.errors import Interrupted, Problem, RankError, UserError, print_error, refuse
 from qlora_fsdp.common.startup import NO_RUN, PARENT_PID, announce
 from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, LaunchConfig
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World

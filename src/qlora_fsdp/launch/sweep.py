@@ -27,10 +27,9 @@ from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.checks.check_settings import check_split
-from qlora_fsdp.config.compose import read_composed
-from qlora_fsdp.config.hydra_files import FOLDER_SCHEME
 from qlora_fsdp.config.identity import find_changes, plain_settings, read_settings
-from qlora_fsdp.config.overrides import quote
+from qlora_fsdp.config.reading.compose import FOLDER_SCHEME, read_composed
+from qlora_fsdp.config.reading.overrides import quote
 from qlora_fsdp.config.schema import Config, Run
 from qlora_fsdp.config.settings import all_settings, problem_about, show
 from qlora_fsdp.config.world import World

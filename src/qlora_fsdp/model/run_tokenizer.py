@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.config.adapter.start_adapter import SETTING
 from qlora_fsdp.config.schema import Config, ModelConfig
-from qlora_fsdp.config.start_adapter import SETTING
 from qlora_fsdp.data.tokenizer import AddedTokens, extend_tokenizer, find_tokenizer, load_tokenizer
 from qlora_fsdp.records.start_folder import find_start
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.common.foreign_files import find_outside, named_templates, open_regular
-from qlora_fsdp.config.adapter_config import (
+from qlora_fsdp.config.adapter.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     SETTINGS_FILE,
     TOKENIZER_MODELS,
     TOKENIZER_TEXTS,
 )
+from qlora_fsdp.config.adapter.start_adapter import typed_folder
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
-from qlora_fsdp.config.start_adapter import typed_folder
 from qlora_fsdp.records.run_state import (
     ATTEMPT,
     CHECKPOINTS,

@@ -19,7 +19,7 @@ from qlora_fsdp.common.errors import ConfigError, HubError, Problem, UserError, 
 from qlora_fsdp.common.foreign_files import named_templates
 from qlora_fsdp.common.hub import LOCAL_BASE, hub_name
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.config.adapter_config import (
+from qlora_fsdp.config.adapter.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     SETTINGS_FILE,

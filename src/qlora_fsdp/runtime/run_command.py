@@ -29,7 +29,7 @@ from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
 from qlora_fsdp.common.text import for_stdout, name_error, printable, printable_lines
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
-from qlora_fsdp.config.commands import Settings, load_command
+from qlora_fsdp.config.reading.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.world import World

@@ -18,8 +18,8 @@ from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.checks.check_settings import check_world
-from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.reading.commands import saved_settings
 from qlora_fsdp.config.schema import Config, HubConfig, Weights
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.form import find_form

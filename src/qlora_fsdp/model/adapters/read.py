@@ -1,7 +1,7 @@
 """The weights of a saved adapter, maybe from elsewhere: the checks that they fit the model, and reading them into it.
 
-Its settings are read by config/adapter_config.py. An adapter is named by a setting, `adapter` of the commands that use
-one or `lora.start` of a run that trains on from one, and every message says by which.
+Its settings are read by config/adapter/adapter_config.py. An adapter is named by a setting, `adapter` of the commands
+that use one or `lora.start` of a run that trains on from one, and every message says by which.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some, plural
-from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, read_untrained
-from qlora_fsdp.config.adapter_tables import (
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, read_untrained
+from qlora_fsdp.config.adapter.adapter_tables import (
     PREFIX,
     TABLE_OF_ROWS,
     TOKEN_ROWS,

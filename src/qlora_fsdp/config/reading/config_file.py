@@ -6,11 +6,16 @@
     training.max_steps: 100
 
 A run's own config.yaml is such a file. Its values win over the options and the experiment that it picks, and what is
-typed wins over both. Imports no torch.
+typed wins over both.
+
+A folder of `--config-dir` is the user's own too, who names it, and its files may set and read whatever the user may.
+But Hydra would also run what they name: callbacks, or any `_target_`. Nobody expects that of a file of settings that a
+colleague passed on, so it is refused by name, but for what a sweeper has to be told. Imports no torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +23,12 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import shorten
+from qlora_fsdp.config.adapter.foreign_settings import find_forbidden, is_instruction, quote_setting, unplain_problems
 from qlora_fsdp.config.bounded_yaml import parse_settings, read_text
-from qlora_fsdp.config.command_line import default_options, group_options
-from qlora_fsdp.config.foreign_settings import find_forbidden, unplain_problems
-from qlora_fsdp.config.overrides import is_path
+from qlora_fsdp.config.reading.command_line import default_options, group_options
+from qlora_fsdp.config.reading.overrides import is_path
 from qlora_fsdp.config.schema import Owner
-from qlora_fsdp.config.settings import all_settings, keys_of, show, unknown_setting
-
-Sections = dict[str, dict[str, Any]]  # values by section and name
+from qlora_fsdp.config.settings import Sections, all_settings, keys_of, show, unknown_setting
 
 _SECTIONS = frozenset(key.partition(".")[0] for key in all_settings())
 
@@ -135,3 +138,60 @@ def _set_by(file: Path, group: str) -> Iterator[str]:
     for section, names in sections.items():
         if isinstance(names, dict):
             yield from (f"{section}.{name}" for name in names)
+
+
+# What a file may tell a sweeper. What else Hydra takes, for example a database or code of one's own, is typed.
+SWEEPER = ("params", "n_trials", "n_jobs", "direction", "study_name", "max_batch_size", "max_failure_rate", "sampler")
+
+_HYDRAS_PACKAGE = re.compile(r"@package\s+(?:_global_\.)?hydra\b|@(?:_global_\.)?hydra\b")
+
+
+def read_experiment(file: Path) -> dict[Any, Any]:
+    """Reads a file for Hydra, once it is checked. Values are read as `--config`'s.
+
+    Raises:
+        ConfigError: it can't be read, stands for more than a file of settings has, or tells Hydra what to run.
+    """
+    try:
+        text = read_text(file)
+        values = parse_settings(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem(str(file), f"can't be read: {shorten(str(error), 400)}.", "Correct it.")]) from None
+    problems = [
+        Problem(quote_setting(file, place, value), "tells Hydra what to run, and is no setting.", "Remove it.")
+        for place, value in _find_instructions(values)
+    ]
+    fix = f"Type it on the command line; a file may have hydra.sweeper with {', '.join(SWEEPER)}."
+    problems += [
+        Problem(quote_setting(file, place, value), "is not for a file of settings.", fix)
+        for place, value in _find_hydras(values)
+    ]
+    if _HYDRAS_PACKAGE.search(text):
+        reason = "puts values among Hydra's own settings, which say what is run."
+        problems.append(Problem(str(file), reason, "Remove @package hydra and @hydra from it."))
+    refuse(problems)
+    return values
+
+
+def _find_instructions(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys such as `_target_`, and what they have."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _find_instructions(item, place)
+    if isinstance(value, dict):
+        for name, item in value.items():
+            inner = f"{place}.{name}".lstrip(".")
+            if is_instruction(str(name)):
+                yield inner, item
+            else:
+                yield from _find_instructions(item, inner)
+
+
+def _find_hydras(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """What a file says to Hydra beyond `SWEEPER`."""
+    hydra = values.get("hydra")
+    for name, value in hydra.items() if isinstance(hydra, dict) else ():
+        if name != "sweeper" or not isinstance(value, dict):
+            yield f"hydra.{name}", value
+            continue
+        yield from ((f"hydra.sweeper.{inner}", item) for inner, item in value.items() if inner not in SWEEPER)

@@ -14,18 +14,17 @@ from typing import Any
 
 from qlora_fsdp.common.errors import AdapterError, Problem
 from qlora_fsdp.common.hub import hub_name
-from qlora_fsdp.config.adapter_config import (
+from qlora_fsdp.config.adapter.adapter_config import (
     SETTINGS_FILE,
     adapter_problems,
     read_adapter_config,
     read_lora,
     read_untrained,
 )
+from qlora_fsdp.config.adapter.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
 from qlora_fsdp.config.bounded_yaml import read_yaml
-from qlora_fsdp.config.config_file import Sections
-from qlora_fsdp.config.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
 from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Owner, TaskConfig, Weights
-from qlora_fsdp.config.settings import keys_of, problem_about, problem_with, show
+from qlora_fsdp.config.settings import Sections, keys_of, problem_about, problem_with, show
 
 SETTING = "lora.start"
 FindStart = Callable[[Config], Path]  # where the adapter that lora.start names is to be read

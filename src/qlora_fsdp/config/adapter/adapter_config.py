@@ -19,7 +19,7 @@ from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_
 from qlora_fsdp.common.hub import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.adapter_tables import PREFIX, untrained_tables, whole_weights
+from qlora_fsdp.config.adapter.adapter_tables import PREFIX, untrained_tables, whole_weights
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.config.settings import show
 

@@ -9,33 +9,25 @@ after a plus sign.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra import compose
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.startup import is_first_rank
-from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.config.command_line import Arguments, help_text, parse_arguments
-from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
-from qlora_fsdp.config.hydra_files import (
-    composing,
-    explain_interpolation,
-    register_defaults,
-    stand_ins,
-    typed_defaults,
-)
-from qlora_fsdp.config.identity import plain_settings, sections_of
-from qlora_fsdp.config.overrides import Overrides, chosen_groups, read_overrides
-from qlora_fsdp.config.schema import Config, DataFormat, Dtype
-from qlora_fsdp.config.settings import all_settings, changed_by_reading, is_passed_over, unknown_setting, wrong_type
-from qlora_fsdp.config.start_adapter import (
+from qlora_fsdp.common.text import first_line
+from qlora_fsdp.config.adapter.start_adapter import (
     FindStart,
     find_contradictions,
     read_start,
@@ -43,7 +35,27 @@ from qlora_fsdp.config.start_adapter import (
     start_problems,
     typed_folder,
 )
+from qlora_fsdp.config.checks.check_settings import check_settings
+from qlora_fsdp.config.identity import plain_settings, sections_of
+from qlora_fsdp.config.reading.command_line import Arguments, help_text, parse_arguments
+from qlora_fsdp.config.reading.config_file import FileSettings, leave_out, read_config_file
+from qlora_fsdp.config.reading.overrides import Overrides, chosen_groups, quote, read_overrides
+from qlora_fsdp.config.schema import Config, DataFormat, Dtype
+from qlora_fsdp.config.settings import (
+    Sections,
+    all_settings,
+    changed_by_reading,
+    is_passed_over,
+    unknown_setting,
+    wrong_type,
+)
 from qlora_fsdp.config.written import find_unresolvable, note_written
+
+# Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
+FOLDER_SCHEME = "settings://"
+
+# What stands in the place of the schema's defaults while settings are composed: those of an adapter (`lora.start`).
+stand_ins: ContextVar[Sections | None] = ContextVar("stand_ins", default=None)
 
 
 def load_config(
@@ -256,3 +268,73 @@ def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
     values = OmegaConf.to_container(composed, resolve=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def register_schema(given: Sections | None = None) -> None:
+    """Gives Hydra what conf/config.yaml names besides files: the schema's defaults, and values of `read_given`."""
+    register_defaults()
+    ConfigStore.instance().store("given", node=given or {})
+
+
+def register_defaults() -> None:
+    """Gives Hydra the schema's defaults, with `stand_ins` in the place of some."""
+    instead = stand_ins.get() or {}
+    defaults = {section: {**names, **instead.get(section, {})} for section, names in _defaults().items()}
+    ConfigStore.instance().store("schema", node=defaults)
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.to_container(typed_defaults(), enum_to_str=True)
+
+
+@cache
+def typed_defaults() -> DictConfig:
+    """The schema with its defaults, to be copied: a copy takes a fifth of the time that it takes to make it anew."""
+    return OmegaConf.structured(Config)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
+    """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
+
+    Args:
+        folders: where groups of options are, first the project's own.
+        given: values that win over all options, by section and name.
+
+    Raises:
+        ConfigError: Hydra stopped; the message is Hydra's.
+    """
+    register_schema(given)
+    extra = ",".join(quote(f"{FOLDER_SCHEME}{folder}") for folder in folders[1:])
+    try:
+        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
+            yield f"hydra.searchpath=[{extra}]"
+    except InterpolationResolutionError as error:
+        raise ConfigError([explain_interpolation(error)]) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_explain(error)]) from None
+
+
+def _explain(error: Exception) -> Problem:
+    """Hydra's own message, in one line."""
+    message, _, _ = str(error if str(error).strip() else error.__cause__ or error).partition("Config search path")
+    text = " ".join(message.split())
+    fix = "See docs/configuration.md, and for hydra.* Hydra's own pages."
+    if re.match(r"In '.+': Could not override '.+@.+'", text):
+        fix = "Begin the file with the line `# @package _global_`."
+    if "does not support sweep type" in text:
+        fix = "List the values (a,b), or name the sweeper: hydra/sweeper=optuna (docs/sweeps.md)."
+    end = "" if text.endswith((".", "?")) else "."
+    return Problem("The settings", f"can't be composed: {text}{end}", fix)
+
+
+def explain_interpolation(error: OmegaConfBaseException) -> Problem:
+    """Explain an error of `${...}` in a value."""
+    reason = f"can't be resolved: {first_line(error)}."
+    fix = "Name an existing setting in ${...}."
+    if "Environment variable" in reason:
+        fix = "Set the variable, or write ${oc.env:NAME,VALUE} with what counts without it."
+    key = error.full_key or ""
+    is_ours = key != "" and not key.startswith("hydra.")  # Hydra's own folder is made of run.folder
+    return Problem(key if is_ours else "A value with ${...}", reason, fix)

@@ -21,13 +21,8 @@ from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub import loadable_name
-from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
-from qlora_fsdp.config.bounded_yaml import read_text
-from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
-from qlora_fsdp.config.command_line import conf_folder
-from qlora_fsdp.config.compose import load_config, print_and_exit
-from qlora_fsdp.config.config_file import Sections
-from qlora_fsdp.config.foreign_settings import (
+from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE, adapter_problems
+from qlora_fsdp.config.adapter.foreign_settings import (
     BASE_FINGERPRINT,
     REMOTE_CODE,
     STARTED_FROM,
@@ -38,11 +33,15 @@ from qlora_fsdp.config.foreign_settings import (
     read_foreign_settings,
     remote_code_problem,
 )
+from qlora_fsdp.config.adapter.start_adapter import order_problems
+from qlora_fsdp.config.bounded_yaml import read_text
+from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
 from qlora_fsdp.config.identity import sections_of
-from qlora_fsdp.config.overrides import chosen_groups
+from qlora_fsdp.config.reading.command_line import conf_folder
+from qlora_fsdp.config.reading.compose import load_config, print_and_exit
+from qlora_fsdp.config.reading.overrides import chosen_groups
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName, Weights
-from qlora_fsdp.config.settings import show, value_of
-from qlora_fsdp.config.start_adapter import order_problems
+from qlora_fsdp.config.settings import Sections, show, value_of
 from qlora_fsdp.config.written import is_hidden
 
 # Training on random or streamed data needs an end, which these commands do not.

@@ -28,7 +28,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.bounded_yaml import parse_yaml
-from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.reading.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.schema.former import FORMER
 from qlora_fsdp.config.settings import (
     Setting,
