@@ -187,3 +187,15 @@ def test_a_schedule_with_a_floor_and_one_with_a_stable_part(typed: list[str], tm
     assert rates[:9] == [1e-3] * 9 and rates[9] == pytest.approx(0.5e-3)
     code, printed = run_forked(tmp_path, "train", *typed, "optim.lr_scheduler_kwargs={min_lr_rate: 0.5}")
     assert code == 2 and "names min_lr_rate, and optim.lr_scheduler_type=cosine has no such argument" in printed
+
+
+def test_lora_plus_changes_the_steps_after_the_first_update(typed: list[str], tmp_path: Path) -> None:
+    """That it is PEFT's is seen in tests/unit/test_optim.py. Here: the command takes it, on whole runs and resumed."""
+    steps = ["training.max_steps=6", "training.global_batch_size=1"]
+    losses = {}
+    for ratio in ("null", "1", "16"):
+        _, folder = train(tmp_path, *typed, *steps, f"optim.loraplus_lr_ratio={ratio}")
+        losses[ratio] = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    assert losses["null"] == losses["1"] != losses["16"]
+    assert losses["16"][0] == losses["1"][0]
+    assert losses["16"][-1] < losses["1"][-1]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 
+import peft
 import pytest
 import torch
 from bitsandbytes.optim.adamw import AdamW8bit
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers import TrainingArguments, get_scheduler
 
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
-from qlora_fsdp.training.optim import learning_rate_at, make_optimizer
+from qlora_fsdp.training.optim import find_faster, learning_rate_at, make_optimizer, set_learning_rate
 
 
 def test_adamw_is_torchs_own_bit_for_bit():
@@ -124,3 +126,33 @@ def test_schedules_with_arguments_are_transformers(
     found = [learning_rate_at(step, 100, 0.5, config) for step in range(100)]
     assert found[num_warmup:] == pytest.approx(rates[num_warmup:], rel=1e-12)
     assert found[:num_warmup] == pytest.approx([0.5 * (step + 1) / num_warmup for step in range(num_warmup)])
+
+
+@pytest.mark.parametrize("name", Optimizer)
+def test_lora_plus_is_pefts(name: Optimizer):
+    """Against `create_loraplus_optimizer` on a model that PEFT adapts, with torch's or bitsandbytes' AdamW."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    ours = peft.get_peft_model(base, peft.LoraConfig(r=64, target_modules=["0", "2"], use_dora=True))
+    theirs = copy.deepcopy(ours)
+    config = OptimConfig(name=name, loraplus_lr_ratio=16.0)
+    trained = [param for param in ours.parameters() if param.requires_grad]
+    optimizer = make_optimizer(trained, config, 1e-3, find_faster(ours))
+    kind = {Optimizer.adamw: torch.optim.AdamW, Optimizer.adamw_8bit: AdamW8bit}[name]
+    reference = create_loraplus_optimizer(theirs, kind, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.0)
+    inputs = torch.randn(8, 64)
+    for step in range(6):
+        losses = []
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss = (model(inputs) - 1.0).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        rate = 1e-3 / (step + 1)
+        set_learning_rate(optimizer, rate)
+        for group, start in zip(reference.param_groups, [1e-3, 1e-3, 16e-3, 16e-3], strict=False):
+            group["lr"] = start / (step + 1)
+        optimizer.step()
+        reference.step()
+    assert losses[0] < 0.9

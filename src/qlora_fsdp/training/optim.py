@@ -17,6 +17,8 @@ from qlora_fsdp.common.sizes import MIN_8BIT_ELEMENTS
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
 from qlora_fsdp.runtime.rows import local_tensor, shard_group
 
+LR_RATIO = "lr_ratio"  # of a group of parameters: what the learning rate is multiplied by
+
 
 class LocalAdamW(torch.optim.AdamW):
     """torch's fused AdamW, computed on each rank's own rows. Its state is made, named and saved as torch's.
@@ -31,13 +33,20 @@ class LocalAdamW(torch.optim.AdamW):
     """
 
     found_inf: Tensor | None = None
-    # Local tensors of the parameters and of exp_avg, exp_avg_sq and step; and the tensors that they are the parts of.
-    _local: tuple[list[Tensor], ...] = ()
-    _whole: Sequence[Tensor] = ()
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        # By group: local tensors of the parameters and of exp_avg, exp_avg_sq and step; and the tensors that they are
+        # the parts of.
+        self._local: dict[int, tuple[list[Tensor], ...]] = {}
+        self._whole: dict[int, Sequence[Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
+        for number, group in enumerate(self.param_groups):
+            self._step_group(number, group)
+
+    def _step_group(self, number: int, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
@@ -47,10 +56,11 @@ class LocalAdamW(torch.optim.AdamW):
         # The local tensors are looked up again when other parameters have gradients than in the step before, and when
         # a checkpoint was loaded, which replaces the state.
         whole = [value for param in params for value in (param, self.state[param]["exp_avg"])]
-        if len(whole) != len(self._whole) or any(old is not new for old, new in zip(self._whole, whole, strict=True)):
+        before = self._whole.get(number, ())
+        if len(whole) != len(before) or any(old is not new for old, new in zip(before, whole, strict=True)):
             states = [[local_tensor(self.state[p][key]) for p in params] for key in ("exp_avg", "exp_avg_sq", "step")]
-            self._local, self._whole = ([local_tensor(p) for p in params], *states), whole
-        local_params, averages, squares, steps = self._local
+            self._local[number], self._whole[number] = ([local_tensor(p) for p in params], *states), whole
+        local_params, averages, squares, steps = self._local[number]
         is_skipped = None if self.found_inf is None else self.found_inf.to(steps[0].device)
         torch._foreach_add_(steps, 1)
         if is_skipped is not None:  # given as a list, because the host would read a single tensor and wait for it
@@ -97,10 +107,12 @@ class LocalAdamW8bit(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, params: Sequence[nn.Parameter], **options: Any) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
         from bitsandbytes.optim.adamw import AdamW8bit
 
-        super().__init__(params, options)
+        super().__init__(groups, options)
+        params = [param for group in groups for param in group["params"]]
+        self._group_of = {param: group for group in self.param_groups for param in group["params"]}
         self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
         self.inner = AdamW8bit([local for _, local in self.pairs], **options)
 
@@ -118,7 +130,6 @@ class LocalAdamW8bit(torch.optim.Optimizer):
             return
         inner = self.inner
         (group,) = inner.param_groups
-        group["lr"] = self.param_groups[0]["lr"]
         if not inner.initialized:
             inner.check_overrides()
             inner.to_gpu()  # the state that a checkpoint has brought
@@ -130,6 +141,7 @@ class LocalAdamW8bit(torch.optim.Optimizer):
             local.grad = local_tensor(param.grad)
             if not inner.state[local]:
                 self.init_state(index)
+            group["lr"] = self._group_of[param]["lr"]
             inner.update_step(group, local, 0, index)
             local.grad = None
 
@@ -137,14 +149,29 @@ class LocalAdamW8bit(torch.optim.Optimizer):
 LocalOptimizer = LocalAdamW | LocalAdamW8bit
 
 
-def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> LocalOptimizer:
+def find_faster(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that LoRA+ trains faster: B of each adapter, and vectors, as PEFT has it."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [param for name, param in named if "lora_B" in name or param.ndim == 1]
+
+
+def make_optimizer(
+    params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float, faster: Iterable[nn.Parameter] = ()
+) -> LocalOptimizer:
     """The optimizer that `optim.name` asks for.
 
     Args:
         params: trainable, sharded.
         config: which optimizer, and its settings.
         learning_rate: the learning rate of the first step; the loop sets it again at every step.
+        faster: those of them that optim.loraplus_lr_ratio is about (`find_faster`).
     """
+    ratio = config.loraplus_lr_ratio
+    fast = set() if ratio is None else set(faster)
+    params = list(params)
+    groups: list[dict[str, Any]] = [{"params": [param for param in params if param not in fast], LR_RATIO: 1.0}]
+    if fast:
+        groups.append({"params": [param for param in params if param in fast], LR_RATIO: ratio})
     options: dict[str, Any] = {
         "lr": learning_rate,
         "betas": (config.betas[0], config.betas[1]),
@@ -153,11 +180,17 @@ def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning
     }
     match config.name:
         case Optimizer.adamw:
-            return LocalAdamW(list(params), **options, fused=True)
+            return LocalAdamW(groups, **options, fused=True)
         case Optimizer.adamw_8bit:
-            return LocalAdamW8bit(list(params), **options)
+            return LocalAdamW8bit(groups, **options)
         case _:
             assert_never(config.name)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of the steps that follow: of each group its ratio times this one."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group[LR_RATIO]
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:

@@ -34,7 +34,7 @@ from qlora_fsdp.training.batches import GlobalBatch
 from qlora_fsdp.training.capture.passes import Passes
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import PhasePeaks
-from qlora_fsdp.training.optim import LocalOptimizer, clip_gradients
+from qlora_fsdp.training.optim import LocalOptimizer, clip_gradients, set_learning_rate
 
 # While B is zero, the gradient of LoRA's A is zero. So A can be checked only in the second step.
 GRADIENT_CHECK_STEPS = 2
@@ -104,8 +104,7 @@ class StepRunner:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the steps that follow."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
 
     @property
     def may_run_ahead(self) -> bool:

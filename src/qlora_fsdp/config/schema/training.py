@@ -76,6 +76,9 @@ class OptimConfig:
     betas: list[float] = setting([0.9, 0.999], Run.other, ALWAYS, files=Files.users)
     # Added to the denominator.
     eps: float = setting(1e-08, Run.other, ALWAYS, files=Files.users, bounds=above(0))
+    # LoRA+ (arXiv:2402.12354): the learning rate of the adapters' B, and of vectors such as DoRA's, is this many times
+    # that of all else, as in PEFT's create_loraplus_optimizer. The paper takes 16, and a lower training.learning_rate.
+    loraplus_lr_ratio: float | None = setting(None, Run.other, ALWAYS, files=Files.users, bounds=above(0))
     # Clip the gradient's global norm to this. 0 does not clip.
     max_grad_norm: float = setting(1.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
     # Shape of the learning rate after warmup, by transformers' names. cosine and linear fall to 0. cosine_with_min_lr
