@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
@@ -18,6 +21,7 @@ from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE
 from tests.helpers.glm import write_glm_files
+from tests.helpers.model_templates import model_template
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import printed_by
 
@@ -43,22 +47,32 @@ def write_chatml_files(folder: Path) -> Path:
     return folder
 
 
-def train(tokenizer: PreTrainedTokenizerBase, folder: Path, answers: dict[str, dict[str, Any]]) -> None:
-    """Trains a random Glm4Moe on one conversation for each answer, until it knows them, and saves it."""
+def asked_and_answered(answers: dict[str, dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A conversation for each answer."""
+    return [[{"role": "user", "content": asked}, {"role": "assistant", **said}] for asked, said in answers.items()]
+
+
+def train(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, chats: list[list[dict[str, Any]]], family: str = "glm4_moe"
+) -> list[str]:
+    """Trains a random small model on conversations until it knows them, and saves it.
+
+    Returns:
+        What it was trained to say, turn by turn, as `generate` shows it.
+    """
     generation = (folder / "generation_config.json").read_text()
     torch.manual_seed(0)
-    shape = {**SHAPE, **OTHER_FAMILIES["glm4_moe"], "vocab_size": len(tokenizer)}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **shape))
+    shape = {**SHAPE, **OTHER_FAMILIES.get(family, {}), "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     rows = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 500, BadRows.error)
-    chats = [[{"role": "user", "content": asked}, {"role": "assistant", **said}] for asked, said in answers.items()]
     made = rows({"place": ["row"] * len(chats), "row": [json.dumps({"messages": chat}).encode() for chat in chats]})
     batches = [
         (torch.tensor(tokens).long()[None], torch.tensor(mask))
         for tokens, mask in zip(made["tokens"], made["is_target"], strict=True)
     ]
     loss = torch.inf
-    for _ in range(300):
+    for _ in range(1200):
         losses = [
             cross_entropy(model(tokens).logits[0, :-1][mask[1:]], tokens[0, 1:][mask[1:]]) for tokens, mask in batches
         ]
@@ -71,6 +85,12 @@ def train(tokenizer: PreTrainedTokenizerBase, folder: Path, answers: dict[str, d
     assert loss < 0.005
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(generation)  # the model has saved one of its own
+    said = []
+    for tokens, mask in batches:
+        for is_target, group in groupby(range(len(mask)), key=lambda place: bool(mask[place])):
+            if is_target:
+                said.append(str(tokenizer.decode(tokens[0, list(group)], skip_special_tokens=True)))
+    return said
 
 
 def talk(settings: list[str], line: str) -> str:
@@ -81,7 +101,7 @@ def talk(settings: list[str], line: str) -> str:
 
 def test_a_model_whose_stop_tokens_are_the_next_roles_markers_stops(tmp_path: Path):
     folder = write_glm_files(tmp_path / "glm")
-    train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, ANSWERS)
+    train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, asked_and_answered(ANSWERS))
     prompts = tmp_path / "asked.jsonl"
     asked = [{"messages": [{"role": "user", "content": text}]} for text in ANSWERS]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in asked))
@@ -95,9 +115,58 @@ def test_a_model_whose_stop_tokens_are_the_next_roles_markers_stops(tmp_path: Pa
 def test_a_model_stops_at_the_token_with_which_its_template_ends_answers(tmp_path: Path):
     """As a base model that is trained on ChatML, and whose end token is another."""
     folder = write_chatml_files(tmp_path / "chatml")
-    train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, SAID)
+    train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, asked_and_answered(SAID))
     (asked,) = SAID
     settings = [f"model.path={folder}", "quant=none", "max_new_tokens=50"]
     (completed,) = run_ranks(1, printed_by, generate.main, [*settings, f"prompt={asked}"])
     (answered,) = run_ranks(1, talk, settings, asked)
     assert completed == answered == "It is four.\n"
+
+
+TEMPLATES = Path(__file__).parents[1] / "helpers" / "templates"
+MARKERS = re.compile(r"<\|[A-Za-z_]+\|>|</?think>")
+# Of each family the class, its template (ours, or the model's own) and the tokens that its generation_config names.
+FAMILIES = {
+    "Apertus": ("apertus", "apertus", ["<|assistant_end|>", "<|tools_suffix|>"]),
+    "Qwen 3.5": ("qwen3_5_text", "model:qwen3_5_think", ["<|im_end|>"]),
+    "Command R7B": ("cohere2", "command_r7b", ["<|END_OF_TURN_TOKEN|>"]),
+}
+WITH_TOOLS = [
+    {"role": "user", "content": "add two"},
+    {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "abcde0001"}]},
+    {"role": "tool", "name": "add", "tool_call_id": "abcde0001", "content": "4"},
+    {"role": "assistant", "content": "Four."},
+]
+THINKING = [
+    {"role": "user", "content": "why?"},
+    {"role": "assistant", "reasoning_content": "A hard one.", "content": "Because."},
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_that_knows_its_rows_answers_thinks_calls_and_hands_over(name: str, tmp_path: Path):
+    family, template, stops = FAMILIES[name]
+    if template.startswith("model:"):
+        source = model_template(template.removeprefix("model:"))
+    else:
+        source = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    folder = tmp_path / "model"
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*MARKERS.findall(source), *stops})})
+    tokenizer.chat_template = source
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(stops)).save_pretrained(folder)
+    chats = [*asked_and_answered(SAID), WITH_TOOLS, THINKING]
+    expected = train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, chats, family)
+
+    prompts = tmp_path / "asked.jsonl"
+    asked = [chats[0][:1], WITH_TOOLS[:1], WITH_TOOLS[:3], THINKING[:1]]
+    prompts.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    settings = [f"model.path={folder}", "quant=none", "max_new_tokens=150"]
+    (printed,) = run_ranks(1, printed_by, generate.main, [*settings, f"prompts={prompts}"])
+    completed = [json.loads(line)["completion"] for line in printed.splitlines()]
+    assert completed == expected
+    assert "It is four." in completed[0] and "2" in completed[1] and "Four." in completed[2]
+    assert "Because." in completed[3]
+    (answered,) = run_ranks(1, talk, settings, "two and two?")
+    assert answered.rstrip("\n") == expected[0].rstrip("\n")
