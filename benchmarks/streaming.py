@@ -129,7 +129,7 @@ def rank_main(job: dict[str, Any]) -> None:
                 digest += zlib.crc32(targets.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), zlib.crc32(place)))
     processes.wait()
     seconds = time.monotonic() - started
-    found = processes.gather((cpu_seconds() - before, digest, digest - last_digest))
+    found = processes.gather((cpu_seconds() - before, digest, digest - last_digest), tuple[float, int, int])
     if processes.is_main:
         cpu = [each for each, _, _ in found]
         figures: dict[str, Any] = {

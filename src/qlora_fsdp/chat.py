@@ -109,7 +109,7 @@ def _talk(answerer: Answerer, settings: ChatSettings, interrupts: Interrupts, pr
     """Answer one line after another."""
     conversation = Conversation(settings.system)
     while True:
-        line = processes.share(interrupts.read_line() if processes.is_main else None, patiently=True)
+        line = processes.share(interrupts.read_line() if processes.is_main else None, str | None, patiently=True)
         if line is None or line.strip() in ("/exit", "/quit"):
             return
         if not line.strip() or conversation.obeys(line):

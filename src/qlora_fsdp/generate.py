@@ -96,7 +96,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     trained = load_trained(config, settings, processes, generates=True)
     prompts = _tokenize(rows, trained, settings, config.data.system_prompt)
     _check_lengths(prompts, settings, num_positions(trained))
-    parts = processes.gather(complete(prompts, trained, settings, processes), patiently=True)
+    parts = processes.gather(complete(prompts, trained, settings, processes), dict[int, str], patiently=True)
     everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
     if not processes.is_main:
         return

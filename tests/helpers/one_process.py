@@ -11,7 +11,7 @@ from qlora_fsdp.runtime.processes import Processes
 class Alone(Processes):
     """Every rank's value is this process's."""
 
-    def gather(self, value: object, patiently: bool = False) -> list[object]:
+    def gather(self, value: object, kind: object, patiently: bool = False) -> list[object]:
         return [value]
 
 

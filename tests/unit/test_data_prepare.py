@@ -469,7 +469,7 @@ def test_all_ranks_raise_the_error_of_one(tmp_path):
 
     def work(rank: int) -> None:
         class Rank(Alone):
-            def gather(self, value: Any, patiently: bool = False) -> list[Any]:
+            def gather(self, value: Any, kind: Any, patiently: bool = False) -> list[Any]:
                 slots[rank] = value
                 barrier.wait(timeout=60)
                 return list(slots)

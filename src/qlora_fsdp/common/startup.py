@@ -133,6 +133,11 @@ def end_with_parent() -> None:
         end_with(int(pid), signal.SIGTERM)
 
 
+def is_orphan() -> bool:
+    """Whether the launcher that has started this process, and whose end is to be its own, is gone."""
+    return os.environ.get(PARENT_PID, str(os.getppid())) != str(os.getppid())
+
+
 def end_with(parent: int, number: signal.Signals) -> None:
     """Lets the kernel send a signal to this process once its parent has ended, or ends it if that was before."""
     if sys.platform != "linux":

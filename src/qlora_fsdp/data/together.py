@@ -40,7 +40,7 @@ def check_same_counts(report: DataReport, processes: Processes) -> None:
         DataError: it differs; the same on every rank.
     """
     counts = (report.num_rows, report.num_tokens, report.num_target_tokens, report.num_eval_target_tokens)
-    first, *others = processes.gather(counts)
+    first, *others = processes.gather(counts, tuple[int, int, int, int])
     for rank, found in enumerate(others, start=1):
         if found != first:
             raise DataError(
@@ -60,7 +60,8 @@ def check_same_files(sources: Sequence[Source], processes: Processes) -> None:
     Raises:
         DataError: they differ; the same on every rank.
     """
-    named = processes.gather([(source.path, [(f.name, f.num_bytes) for f in source.files]) for source in sources])
+    listed = [(source.path, [(file.name, file.num_bytes) for file in source.files]) for source in sources]
+    named = processes.gather(listed, list[tuple[str, list[tuple[str, int]]]])
     for rank, lists in enumerate(named):
         for (_, own), (path, first) in zip(lists, named[0], strict=True):
             if own != first:

@@ -43,6 +43,9 @@ from qlora_fsdp.sharding.by_rows import ByRows, texts_of_rank, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
+# A rank's share of the requests, and its answers to these: log-probabilities, with or without whether they are the
+# likeliest, or texts.
+Answers = tuple[tuple[int, int], list[tuple[float, bool] | float | str]]
 
 
 class Work(IntEnum):
@@ -237,7 +240,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         answers = answer(mine, disable_tqdm=not self.processes.is_main) if mine else []
         self._model.keep_step()
         answered: list[Any] = [None] * len(requests)
-        for (first, step), part in self.processes.gather((self.share, answers), patiently=True):
+        for (first, step), part in self.processes.gather((self.share, answers), Answers, patiently=True):
             answered[first::step] = part
         return answered
 

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
-from qlora_fsdp.common.run_key import NODE_KEY, make_key
+from qlora_fsdp.common.run_key import NODE_FOLDER, NODE_KEY, make_key
 from qlora_fsdp.common.startup import (
     ENDING_FILE,
     LEFT_TO_RANKS,
@@ -37,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks as `accelerate launch` does: 0, or the exit code of the rank that failed first."""
     with TemporaryDirectory(prefix="qlora-fsdp-") as folder:
         ending = Path(folder) / "ending"
-        os.environ |= {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key()}  # for the ranks
+        for_ranks = {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key(), NODE_FOLDER: folder}
+        os.environ |= for_ranks
         try:
-            _launch(argv)
+            _launch(argv, Path(folder))
         except RankFailed as failed:
             has_printed_why = ending.is_file()
             if has_printed_why:
@@ -76,8 +78,12 @@ class RankFailed(Exception):
         return error.exit_code
 
 
-def _launch(argv: Sequence[str] | None) -> None:
+def _launch(argv: Sequence[str] | None, folder: Path) -> None:
     """Call accelerate's launcher.
+
+    Args:
+        argv: its command line.
+        folder: of this user alone, for what the launcher would otherwise keep where others can connect to it.
 
     Raises:
         RankFailed: a rank has failed, or a signal came to this process. All ranks have ended.
@@ -88,6 +94,7 @@ def _launch(argv: Sequence[str] | None) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    _meet_apart(folder)
     logging.disable()  # torch's logs here are about ranks that end
     os.environ.setdefault(LOOKS_FOR_GPUS, "1")
     try:
@@ -99,9 +106,41 @@ def _launch(argv: Sequence[str] | None) -> None:
         raise RankFailed(0, error.returncode, None) from None
     except SignalException as error:
         raise RankFailed(0, -error.sigval, None) from None
+    except LaunchError:
+        raise
     except Exception as error:
         reason = name_error(error).rstrip(".")
         raise LaunchError(f"accelerate can't start the ranks: {reason}. Look at launch.config_file.") from None
+
+
+def _meet_apart(folder: Path) -> None:
+    """Have torch's launcher and the ranks of one host meet in files, where nobody else gets at them.
+
+    By itself the launcher serves a store at all addresses of the host, to whoever connects. And where the port is taken
+    it goes over to a rendezvous that runs what others have written to its store, which is refused here.
+    """
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented there, not exported
+    from torch.distributed.elastic.rendezvous import registry, static_tcp_rendezvous
+
+    # Neither is part of what torch documents: a test starts ranks, and looks at what listens.
+    static, handlers = cast(Any, static_tcp_rendezvous), cast(Any, registry)
+    serve, find_handler = static.TCPStore, handlers.get_rendezvous_handler
+
+    def open_store(address: str, port: int, num_hosts: int, *others: Any, **named: Any) -> Any:
+        if num_hosts > 1:
+            return serve(address, port, num_hosts, *others, **named)
+        return FileStore(str(folder / "launcher"), -1)
+
+    def find_plain_handler(parameters: Any) -> Any:
+        if parameters.backend == "static":
+            return find_handler(parameters)
+        raise LaunchError(
+            f"accelerate found the port of the ranks taken, and would have them meet by {parameters.backend}, which "
+            "runs what others write to its store. Start the command again: it takes another port, or the "
+            "main_process_port of launch.config_file."
+        )
+
+    static.TCPStore, handlers.get_rendezvous_handler = open_store, find_plain_handler
 
 
 if __name__ == "__main__":

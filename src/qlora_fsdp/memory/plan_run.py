@@ -84,6 +84,12 @@ class RunPlan:
         results = [host[-1] for host in hosts if len(host) > 1]
         return max((host[0] for host in hosts), default=0), max(results, default=0)
 
+    def with_model(self, model: TracedModel) -> RunPlan:
+        """The plan that another rank has told, with this rank's model."""
+        if self.plan is None:
+            return self
+        return replace(self, plan=replace(self.plan, work=replace(self.plan.work, model=model)))
+
     @property
     def chosen(self) -> dict[str, Any]:
         """What was chosen for settings that may be auto, by key; what was typed where they are not."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from typing_extensions import Unpack
 
+from qlora_fsdp.common.plain_values import STAYS
 from qlora_fsdp.config.schema import Config, EmbeddingStorage
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec, ShardSpec
 from qlora_fsdp.memory.policy import Policy
@@ -22,7 +23,7 @@ class Workload:
     """One rank's share of a run.
 
     Attributes:
-        model: the model, which can be asked what it takes under any settings.
+        model: the model, which can be asked what it takes under any settings. Each rank has its own.
         config: the settings, of which the plan tries others where they are open, and to suggest a change.
         num_ranks: all processes of the run, each with a GPU of its own.
         local_num_ranks: those of one host.
@@ -31,7 +32,7 @@ class Workload:
         can_read_peers: whether the GPUs of a host can read one another's memory.
     """
 
-    model: TracedModel
+    model: TracedModel = field(metadata=STAYS)
     config: Config
     num_ranks: int
     local_num_ranks: int

@@ -29,7 +29,7 @@ def describe_base(assignments: Sequence[Assignment], processes: Processes) -> st
     if processes.is_main:
         stored = {tensor.key: tensor for a in assignments for tensor in a.stored_tensors}  # one may fill several
         result = fingerprint_files(stored.values()) if stored else None
-    shared: str | None = processes.share(result)
+    shared: str | None = processes.share(result, str | None)
     return shared
 
 

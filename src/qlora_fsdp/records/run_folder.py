@@ -88,7 +88,7 @@ def hold_run_folder(run: RunConfig, processes: Processes) -> Path:
         RunFolderError: it can't be written, or another run is writing to it.
         ConfigError: a run has finished there by now.
     """
-    folder = Path(processes.share(str(Path(run.folder).expanduser().resolve())))
+    folder: Path = processes.share(Path(run.folder).expanduser().resolve(), Path)
     if processes.is_main:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Store, _world
+from torch.distributed.distributed_c10d import _world
 
 from qlora_fsdp.common.text import printable
+from qlora_fsdp.runtime.board import Board
 from qlora_fsdp.runtime.messages import seal, unseal
 
 PACKAGE = Path(__file__).parents[1]
@@ -136,7 +137,7 @@ class Heartbeats:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float, key: str
+        self, rank: int, num_ranks: int, device: torch.device, store: Board, timeout_seconds: float, key: str
     ) -> None:
         self.device, self.store, self.key = device, store, key
         self.interval = beat_interval(num_ranks, timeout_seconds)

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from qlora_fsdp.runtime.packets import prove_peers
 from qlora_fsdp.runtime.processes import NCCL_GRACE, Processes
 
 
@@ -27,4 +28,5 @@ def join_context_group(processes: Processes, num_slices: int) -> dist.ProcessGro
     if processes.device.type == "cuda":
         timeout += NCCL_GRACE  # gloo and the heartbeats find out first who is missing
     group: dist.ProcessGroup = dist.new_subgroups(num_slices, timeout=timeout)[0]
+    prove_peers(group, processes.key)
     return group

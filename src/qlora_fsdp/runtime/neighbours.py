@@ -16,7 +16,7 @@ class Neighbours:
 
     def __init__(self, processes: Processes) -> None:
         host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)  # ids of processes hold in one namespace
-        self._places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
+        self._places = processes.gather((host, os.getpid()), tuple[tuple[str, int], int])
         self._here = {
             rank: psutil.Process(pid)
             for rank, (where, pid) in enumerate(self._places)

@@ -31,7 +31,7 @@ def can_read_peers(processes: Processes) -> bool:
     can = device.type == "cuda" and torch.cuda.device_count() >= count
     can = can and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     can = can and all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    return all(processes.gather(can))
+    return all(processes.gather(can, bool))
 
 
 def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:

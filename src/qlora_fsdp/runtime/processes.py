@@ -2,7 +2,8 @@
 
 `accelerate launch`, `torchrun` and SLURM wrappers describe the processes in environment variables (RANK, WORLD_SIZE,
 LOCAL_RANK, ...). A plain `python -m` starts a single process. Runs on GPUs start both NCCL and gloo, because gradients
-that are offloaded to the CPU and Python objects travel over gloo.
+that are offloaded to the CPU travel over gloo, and so does what ranks tell one another: plain values of a type that the
+receiver names (common/plain_values.py), with a signature (packets.py).
 """
 
 from __future__ import annotations
@@ -10,20 +11,25 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # documented there, not exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from qlora_fsdp.common.errors import DeviceError, RankError
-from qlora_fsdp.common.run_key import find_key
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.common.plain_values import BadMessage, pack, unpack
+from qlora_fsdp.common.run_key import find_folder, find_key
+from qlora_fsdp.common.text import first_line, shorten
 from qlora_fsdp.config.world import World
+from qlora_fsdp.runtime.board import Board, FolderBoard
+from qlora_fsdp.runtime.packets import Packets, prove_peers
 from qlora_fsdp.runtime.store import open_store, rank_0_holds_store
 
 PATIENCE = timedelta(days=7)
@@ -47,6 +53,8 @@ class Processes:
         timeout_seconds: a rank that does not answer for so long is given up (`distributed.timeout_seconds`).
         rank_0_holds_store: whether rank 0's process serves the store; otherwise a process of the launcher does.
         key: the run's secret (common/run_key.py); empty where the launcher gave none.
+        folder: where the ranks of this attempt leave messages, if all are on one host and have such a folder; None: in
+            the store.
     """
 
     rank: int
@@ -60,6 +68,8 @@ class Processes:
     timeout_seconds: float = 600
     rank_0_holds_store: bool = False
     key: str = field(default="", repr=False)
+    folder: Path | None = None
+    _num_calls: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -77,29 +87,70 @@ class Processes:
         Every wait of the result is patient, and none touches a GPU.
         """
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        prove_peers(group, self.key)
         return replace(self, group=group, patient_group=group)
+
+    def open_board(self, name: str) -> Board:
+        """A new place for messages that need no collective, with a connection of its own. Every rank opens the same."""
+        if self.folder is not None:
+            return FolderBoard(self.folder.with_name(f"{self.folder.name}-{name}"))
+        return PrefixStore(name, self.store.clone())  # type: ignore[attr-defined]  # not in the stubs
 
     def wait(self, patiently: bool = False) -> None:
         """A barrier over all processes that touches no GPU; if patient, without distributed.timeout_seconds."""
         dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else self.group)
 
-    def share(self, value: Any, patiently: bool = False) -> Any:
-        """Rank 0's value, on every rank; if patient, without distributed.timeout_seconds."""
-        values, group = [value], self.patient_group if patiently else self.group
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=group)
-        return values[0]
+    def share(self, value: Any, kind: Any, patiently: bool = False) -> Any:
+        """Rank 0's value, on every rank; if patient, without distributed.timeout_seconds.
 
-    def gather(self, value: Any, patiently: bool = False) -> list[Any]:
-        """Every rank's value, by rank, on every rank; if patient, without distributed.timeout_seconds."""
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.patient_group if patiently else self.group)
-        return values
+        Args:
+            value: what rank 0 tells; what other ranks pass is not looked at.
+            kind: the type of the value, as an annotation has it, of plain data (common/plain_values.py): `str | None`.
+            patiently: whether to wait for as long as it takes.
+        """
+        message = pack(value, kind) if self.is_main else b""
+        if self.num_ranks == 1:
+            return value
+        received = self._packets(patiently).broadcast(message, 0)
+        return value if self.is_main else self._unpack(received, kind, 0)
 
-    def scatter(self, values: list[Any] | None, source: int) -> Any:
-        """This rank's one of the values that rank `source` has for all ranks, by rank; None elsewhere."""
-        found: list[Any] = [None]
-        dist.scatter_object_list(found, values, src=source, group=self.group)
-        return found[0]
+    def gather(self, value: Any, kind: Any, patiently: bool = False) -> list[Any]:
+        """Every rank's value, by rank, on every rank; the arguments are those of `share`."""
+        message = pack(value, kind)
+        if self.num_ranks == 1:
+            return [value]
+        received = enumerate(self._packets(patiently).gather(message))
+        return [value if rank == self.rank else self._unpack(told, kind, rank) for rank, told in received]
+
+    def scatter(self, values: list[Any] | None, kind: Any, source: int) -> Any:
+        """This rank's one of the values that rank `source` has for all ranks, by rank; None elsewhere.
+
+        Args:
+            values: one for each rank, on rank `source`.
+            kind: the type of each of them, as for `share`.
+            source: the rank that has them.
+        """
+        messages = None if values is None else [pack(value, kind) for value in values]
+        if values is not None and self.num_ranks == 1:
+            return values[0]
+        received = self._packets().scatter(messages, source)
+        return self._unpack(received, kind, source) if values is None else values[self.rank]
+
+    def _packets(self, patiently: bool = False) -> Packets:
+        """What the next message of all ranks is sent by."""
+        group = self.patient_group if patiently else self.group
+        name = "" if group is None else group.group_name
+        self._num_calls[name] += 1
+        return Packets(group, self.key, self._num_calls[name])
+
+    def _unpack(self, message: bytes, kind: Any, source: int) -> Any:
+        try:
+            return unpack(message, kind)
+        except BadMessage as error:
+            raise RankError(
+                f"Rank {source} told something else than {kind} ({shorten(str(error), 200)}). Install the same version "
+                "of qlora-fsdp on all hosts."
+            ) from error
 
     def swap(self, tensor: torch.Tensor, num_sent: list[int], num_received: list[int]) -> torch.Tensor:
         """Sends a part of a tensor on the CPU to each rank, and returns what the ranks have sent here, by rank.
@@ -115,7 +166,7 @@ class Processes:
 
     def first_error(self, error: str | None) -> str | None:
         """The error of the lowest rank that has one, on every rank. It waits for all ranks, however long they take."""
-        return next((found for found in self.gather(error, patiently=True) if found is not None), None)
+        return next((found for found in self.gather(error, str | None, patiently=True) if found is not None), None)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in float64."""
@@ -161,13 +212,23 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     device = _choose_device(world, use_cpu)
     cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_seconds)
-    key = find_key(os.environ, is_one_node=num_ranks == world.local_num_ranks)
+    is_one_node = num_ranks == world.local_num_ranks
+    key, folder = find_key(os.environ, is_one_node), find_folder(os.environ, is_one_node)
+    # What a launcher keeps outlives a restart of the ranks (--max_restarts), so each attempt has names of its own.
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store: Store
     try:
-        store = open_store(world, timeout) if "RANK" in os.environ else HashStore()
-        # torchrun's store outlives a restart of the ranks (--max_restarts), so each attempt gets keys of its own. With
-        # a secret nobody else can tell which these will be.
-        attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = PrefixStore(hashlib.sha256(key.encode()).hexdigest()[:32] + attempt if key else attempt, store)
+        if "RANK" not in os.environ:
+            folder, store = None, HashStore()
+        elif folder is not None:
+            folder = folder / attempt
+            store = FileStore(str(folder), -1)  # nobody removes it but the launcher, with the folder
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nor can other hosts connect to the ranks
+            store.set_timeout(timeout)
+        else:
+            # With a secret nobody can tell the names beforehand; the store tells who asks which are there by now.
+            prefix = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+            store = PrefixStore(prefix + attempt, open_store(world, timeout))
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         # NCCL's watchdog aborts a process without saying which rank is missing. So it gets a longer timeout than gloo
         # and the heartbeats, which do say so.
@@ -175,6 +236,8 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=longest)
         group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        for each in (None, group, patient_group):
+            prove_peers(each, key)
     except (dist.DistError, RuntimeError, OSError) as error:
         raise RankError(
             f"Rank {rank}: the {num_ranks} processes did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')}, "
@@ -192,8 +255,9 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         patient_group,
         group,
         timeout_seconds,
-        rank_0_holds_store=rank_0_holds_store(),
+        rank_0_holds_store=folder is None and rank_0_holds_store(),
         key=key,
+        folder=folder,
     )
 
 

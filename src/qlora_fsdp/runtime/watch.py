@@ -27,10 +27,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.common import threads
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
+from qlora_fsdp.common.startup import is_orphan
 from qlora_fsdp.common.text import printable_lines
 from qlora_fsdp.runtime.failures import Failure, describe_error, find_interrupted, is_lost_contact, reason_of
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
@@ -87,7 +87,7 @@ class Watch:
         self.record, self.kept = record, kept
         self._processes = processes
         # The watch has a connection of its own: calls on one connection wait for one another.
-        self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
+        self.store = processes.open_board("watch")
         self._key = processes.key
         self.heartbeats = Heartbeats(
             self.rank, self.num_ranks, processes.device, self.store, self.timeout_seconds, self._key
@@ -225,6 +225,9 @@ class Watch:
             if gone := self.neighbours.gone():
                 what = "ended without a word. It was killed, perhaps for want of memory"
                 return self._tell_of(dict.fromkeys(gone, what), "is gone")
+            if isinstance(error, Interrupted) and is_orphan():
+                text = f"The launcher of the ranks was killed, perhaps for want of memory. {error.detail}".strip()
+                return self._tell(text, RankError.exit_code, is_of_others=True)
             if isinstance(error, Interrupted):
                 return self._tell(str(error), error.exit_code)
             if time.monotonic() > deadline:

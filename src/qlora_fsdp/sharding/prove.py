@@ -86,7 +86,9 @@ def prove_shards(
     counts = torch.stack([count for _, count in counters]).tolist() if counters else []
     problems += [f"{name}: {int(n):,} bytes differ" for (name, _), n in zip(counters, counts, strict=True) if n]
     everyone = [
-        line for rank, lines in enumerate(processes.gather(problems)) for line in (f"rank {rank}: {p}" for p in lines)
+        line
+        for rank, lines in enumerate(processes.gather(problems, list[str]))
+        for line in (f"rank {rank}: {p}" for p in lines)
     ]
     if everyone:
         raise ProofError(

@@ -49,6 +49,7 @@ from qlora_fsdp.config.specs import ShardSpec
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.fsdp_state import free_gathered
+from qlora_fsdp.runtime.packets import prove_peers
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -180,7 +181,10 @@ def make_mesh(spec: ShardSpec, processes: Processes) -> DeviceMesh:
             return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
         case ShardingStrategy.HYBRID_SHARD | ShardingStrategy.NO_SHARD:
             shape = (processes.num_ranks // num_shards, num_shards)
-            return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            for group in mesh.get_all_groups():
+                prove_peers(group, processes.key)
+            return mesh
         case _:
             assert_never(spec.strategy)
 

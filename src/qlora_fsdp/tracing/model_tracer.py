@@ -101,10 +101,6 @@ class ModelTracer:
         self._traces: dict[Any, Trace] = {}
         self._uses: dict[Any, LayerUse] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the models, so that rank 0 can send a plan to the others, which build what they need of them."""
-        return vars(self) | {"_models": {}, "_traces": {}, "_uses": {}}
-
     def parts(self, modules: ModuleSpec) -> ModelParts:
         """The parameters of these modules."""
         return self._built(modules).parts

@@ -143,7 +143,9 @@ class BadSteps:
             for part, loss in zip(parts, micro_losses, strict=False)
             for sequence in part
         ]
-        gathered = self.processes.gather(own)  # streamed rows are on the rank that trains on them alone
+        gathered = self.processes.gather(
+            own, list[dict[str, Any]]
+        )  # streamed rows are on the rank that trains on them alone
         if self.processes.is_main:
             found = self._join_slices(gathered)
             found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
@@ -155,7 +157,7 @@ class BadSteps:
             }
             facts = step_facts | {"action": self.spec.on_bad_step.name, "sequences": found}
             records_in(self.folder).write(f"{BAD_STEPS_FOLDER}/{file.name}", partial(_write_facts, facts))
-        is_written = self.processes.share(file.is_file() if self.processes.is_main else None)
+        is_written = self.processes.share(file.is_file() if self.processes.is_main else None, bool)
         return file if is_written else None
 
     def _describe(self, sequence: int, loss: float) -> dict[str, Any]:

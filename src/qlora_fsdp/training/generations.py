@@ -94,7 +94,7 @@ class Generations:
             mine = self._complete_by_passes(model)
         model.train(was_training)
         texts: dict[int, str] = {}
-        for part in self.processes.gather(mine):
+        for part in self.processes.gather(mine, dict[int, str]):
             texts |= part
         return [
             {"prompt": self._text(prompt), "completion": texts[number], "reference": self._text(reference)}

@@ -191,7 +191,9 @@ def _plan_memory(
         shown = ", ".join(show(key, value) for key, value in choices.items())
         log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {shown}")
         own = _plan(config, assembled, machine)
-    run_plan: RunPlan = processes.share(own)
+    run_plan: RunPlan = processes.share(own, RunPlan)
+    if not processes.is_main:
+        run_plan = run_plan.with_model(trace_assembled(assembled, machine.is_cuda))
     use_tiles(model.layers, run_plan.num_tile_tokens)
     share_sequences(assembled, run_plan.num_slices, processes)
     if config.memory.target_gib is not None:

@@ -95,7 +95,7 @@ def _find(prepared: Prepared, model: PreferenceLM, uses: list[Use], processes: P
     file = _cache_file(prepared, rows)
     # Nodes may have caches of their own, and all ranks must compute the same rows.
     kept = _read(file, len(rows.num_targets), prepared.spec.data.settings) if processes.is_main else None
-    found: Found = processes.share(kept)
+    found: Found = processes.share(kept, Found)
     used = np.unique(np.concatenate([use.rows() for use in uses]))
     num_missing = int(np.isnan(found[used]).any(1).sum())
     if not num_missing:
@@ -144,7 +144,7 @@ def _compute(
     free_gathered(model)
     of_rows = [use.rows() for use in mine]
     own = [(rows, value[: len(rows)].cpu().numpy()) for rows, value in zip(of_rows, values, strict=True)]
-    for rows, computed in (part for parts in processes.gather(own) for part in parts):
+    for rows, computed in (part for parts in processes.gather(own, list[tuple[Indices, Found]]) for part in parts):
         found[rows] = np.where(np.isnan(found[rows]), computed, found[rows])
 
 

@@ -39,7 +39,7 @@ from qlora_fsdp.runtime.processes import Processes, start_processes
 from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch, ending_together
 from qlora_fsdp.sharding.materialize import materialize
-from qlora_fsdp.training.checkpoints.checkpoint import verify_files
+from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, verify_files
 from qlora_fsdp.training.checkpoints.resume import (
     check_base,
     check_changes,
@@ -83,7 +83,9 @@ def run(config: Config, world: World) -> dict[str, Any]:
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config.hub, processes)
         folder = hold_run_folder(config.run, processes)
-        checkpoint = processes.share(find_checkpoint(config.run, config.checkpoint) if processes.is_main else None)
+        checkpoint = processes.share(
+            find_checkpoint(config.run, config.checkpoint) if processes.is_main else None, Checkpoint | None
+        )
         choices: dict[str, Any] = {}
         changes = []
         if checkpoint is not None:
@@ -91,7 +93,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             settings = settings_of(plain_settings(config.with_values(choices)), processes.num_ranks)
             changes = check_changes(checkpoint, settings, config.optim.name, processes.num_ranks)
         open_run_folder(folder, config, processes, keep_records=is_own(checkpoint, config.run))
-        summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
+        summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None, str | None))
         note_missing_key(config.tracking)
         if rounded is not None:
             log.info(f"Note: {rounded}")

@@ -29,7 +29,7 @@ def check_same_settings(recorded: Mapping[str, Any], processes: Processes) -> No
     Raises:
         ConfigError: some differ; the same on every rank. Holds every one of them.
     """
-    first, *others = processes.gather(recorded)
+    first, *others = processes.gather(dict(recorded), dict[str, Any])
     problems: dict[str, Problem] = {}
     for rank, settings in enumerate(others, start=1):
         for key, value in settings.items():

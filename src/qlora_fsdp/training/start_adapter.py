@@ -47,7 +47,7 @@ def open_start(config: Config, folder: Path, processes: Processes, summary: RunS
         with writing(folder):
             keep_start(place, folder)
         found = place, digest_file(folder / START_FOLDER / ADAPTER_WEIGHTS)
-    place, digest = processes.share(found)
+    place, digest = processes.share(found, tuple[Path, str])
     summary.starts_from(str(public_value(config, SETTING)), digest)
     return SavedAdapter(place, SETTING, digest)
 

@@ -87,7 +87,7 @@ def train_adapter(
     thread = CheckpointThread(spec.saving, content, model.model, optimizer, write_adapter_to, processes, journal)
     saver = Saver(thread, watch)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
-    used = processes.share(journal.used_steps() if processes.is_main else None)
+    used = processes.share(journal.used_steps() if processes.is_main else None, list[tuple[float, float]])
     result.add_earlier(used)
     bad_steps = _make_bad_steps(prepared, folder, [norm for _, norm in used[-NUM_NORMS:]], saver)
     trusted = prepared.assembled.spec.trust_remote_code

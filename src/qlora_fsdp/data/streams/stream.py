@@ -179,13 +179,13 @@ def open_stream(
         unused = [name for s in sources if processes.is_main for name in look_for_unused(s, spec.settings.columns)]
     check_same_files(sources, processes)
     # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
-    key = processes.share(_key(spec, tokenizer, sources) if processes.is_main else None)
+    key = processes.share(_key(spec, tokenizer, sources) if processes.is_main else None, str)
     start, kept, note = None, None, None
     if folder is not None:
         own = folder / STREAM_FILE
         others = [] if earlier_folder is None else [earlier_folder / STREAM_FILE]
         done = first_step * split.global_batch_size
-        start = processes.share(find_place([own, *others], key, done) if processes.is_main else None)
+        start = processes.share(find_place([own, *others], key, done) if processes.is_main else None, Place | None)
         kept = KeptWindows(folder, [file.parent for file in others], key, split.global_batch_size)
         note = partial(note_place, own, key) if processes.is_main else None
     stream = StreamedSequences(

@@ -53,6 +53,8 @@ from qlora_fsdp.data.tokenized_rows import check_token_ids
 from qlora_fsdp.data.workers import MapBatches
 from qlora_fsdp.runtime.processes import Processes
 
+Taken = tuple[list[RawRow], Position, int, int | None]  # what `_take` returns, with a rank's share of the rows
+
 log = logging.getLogger("qlora_fsdp")
 
 
@@ -109,7 +111,7 @@ class WindowMaker:
         while True:
             drawn = self._draw(place.num_drawn)
             share, read = self._find_kept(place) or self._tokenize(place.positions, drawn)
-            tables: list[ShareTable] = self.processes.gather(share.table)
+            tables: list[ShareTable] = self.processes.gather(share.table, ShareTable)
             num_read += self.buffer_rows
             report = self._check(tables, counter, num_read, read.repeated, place)
             num_drawn = (np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn).tolist()
@@ -131,7 +133,9 @@ class WindowMaker:
         if self.kept is None:
             return None
         found = self.kept.read(place) if self.processes.is_main else None
-        positions: list[Position] | None = self.processes.share(None if found is None else found[1])
+        positions: list[Position] | None = self.processes.share(
+            None if found is None else found[1], list[Position] | None
+        )
         if positions is None:
             return None
         share = join_shares([], np.zeros(0, np.int32)) if found is None else found[0]
@@ -175,7 +179,7 @@ class WindowMaker:
         """This rank's share of the raw rows of a window."""
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
         readers = [find_reader_rank(source, position, num_ranks) for source, position in enumerate(positions)]
-        taken: dict[int, tuple[list[RawRow], Position, int, int | None]] = {}
+        taken: dict[int, Taken] = {}
         with failing_together(self.processes):
             for source, reader in enumerate(readers):
                 if reader == rank:
@@ -190,7 +194,7 @@ class WindowMaker:
             if source in taken:
                 rows, *known = taken.pop(source)
                 parts = [(list(compress(rows, numbers % num_ranks == each)), *known) for each in range(num_ranks)]
-            mine, end, num_ends, num_rows = self.processes.scatter(parts, reader)
+            mine, end, num_ends, num_rows = self.processes.scatter(parts, Taken, reader)
             own += zip(numbers[numbers % num_ranks == rank].tolist(), mine, strict=True)
             read.positions.append(end)
             read.num_ends.append(num_ends)
@@ -199,7 +203,7 @@ class WindowMaker:
                 read.repeated.append(f"{has} (data.streaming is for data that is larger than the disk)")
         return sorted(own), read
 
-    def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position, int, int | None]:
+    def _take(self, source: int, position: Position, num_rows: int) -> Taken:
         """The next rows of a data set, the position after them, how often it ended, how many it has if known."""
         opened = self._opened.get(source)
         if opened is None or opened.position != position:

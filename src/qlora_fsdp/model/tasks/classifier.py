@@ -98,7 +98,7 @@ class Classifier(TaskModel):
         """
         seen, self._seen = self._seen, []
         mine = [torch.cat(tensors).numpy() for tensors in zip(*seen, strict=True)] if seen else []
-        parts = [part for part in processes.gather(mine) if part]
+        parts = [part for part in processes.gather(mine, list[np.ndarray]) if part]
         if not parts:
             return {}
         logits, labels, is_first = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,16 +43,6 @@ class KernelVerdict:
     why_not_packed: dict[str, str | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """What another process is to try: the arguments of `try_kernels`."""
-
-    config: PretrainedConfig
-    max_length: int
-    device: torch.device
-    attentions: tuple[str, ...]
-
-
 def try_kernels(
     config: PretrainedConfig,
     max_length: int,
@@ -74,10 +63,15 @@ def try_kernels(
     if config.model_type not in CONFIG_MAPPING:
         return KernelVerdict(f"{names} can't be tried with a model that comes with code of its own")
     log.info("Kernels of %s are tried (%.0f s at most)", names, limit_seconds)
-    order = _Order(config, max_length, device, tuple(attentions))
+    order = {
+        "config": config.to_dict(),
+        "max_length": max_length,
+        "device": str(device),
+        "attentions": list(attentions),
+    }
     command = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(command, input=pickle.dumps(order), capture_output=True, timeout=limit_seconds)
+        done = subprocess.run(command, input=json.dumps(order).encode(), capture_output=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         return KernelVerdict(f"{names} had not computed a small model in {limit_seconds:.0f} s")
     lines = done.stdout.decode(errors="replace").splitlines()
@@ -90,10 +84,11 @@ def try_kernels(
     return KernelVerdict(None if why_not is None else f"{names}: {why_not}", found["why_not_packed"])
 
 
-def _try(order: _Order) -> KernelVerdict:
-    """The verdict, in the process that may break."""
-    by_torch = RowTrial(order.config, order.max_length)
-    by_kernels = RowTrial(order.config, order.max_length, order.device, with_packages=True)
+def _try(order: dict[str, Any]) -> KernelVerdict:
+    """The verdict, in the process that may break. `order` has the arguments of `try_kernels`, as JSON tells them."""
+    config = CONFIG_MAPPING[order["config"]["model_type"]].from_dict(order["config"])
+    by_torch = RowTrial(config, order["max_length"])
+    by_kernels = RowTrial(config, order["max_length"], torch.device(order["device"]), with_packages=True)
     if by_kernels.error is not None:
         return KernelVerdict(shorten(by_kernels.error, MAX_REASON))
     for what in ("logits", "gradients"):
@@ -101,13 +96,13 @@ def _try(order: _Order) -> KernelVerdict:
         difference = largest_difference(found, getattr(by_torch.alone, what))
         if not difference <= GPU_TOLERANCE:
             return KernelVerdict(f"its {what} differ from torch's by {difference:.1g} of the largest")
-    return KernelVerdict(None, {name: by_kernels.why_not_packed(name) for name in order.attentions})
+    return KernelVerdict(None, {name: by_kernels.why_not_packed(name) for name in order["attentions"]})
 
 
 def main() -> None:
     """Reads what is to be tried from standard input, and prints the verdict as the last line."""
     try:
-        verdict = _try(pickle.load(sys.stdin.buffer))  # noqa: S301 (the process that has started this one wrote it)
+        verdict = _try(json.load(sys.stdin.buffer))
     except Exception as error:
         verdict = KernelVerdict(shorten(name_error(error), MAX_REASON))
     print()

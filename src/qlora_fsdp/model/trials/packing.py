@@ -98,7 +98,7 @@ def find_traits(model: PretrainedConfig, spec: TrialSpec, processes: Processes) 
     """
     is_gpu = processes.device.type == "cuda"
     traits = try_small(model, spec, processes.device, is_gpu) if processes.is_main else None
-    shared: Traits = processes.share(traits)
+    shared: Traits = processes.share(traits, Traits)
     import_model_file(model.get_text_config())
     if shared.uses_packages:
         compute_by_packages()
@@ -176,7 +176,7 @@ def settle_packing(
     reason = None
     if may_pack and processes.is_main:
         reason = why_not_packed(model, spec, attention, device=processes.device)
-    return decide_packing(wanted, model, spec.task, processes.share(reason))
+    return decide_packing(wanted, model, spec.task, processes.share(reason, str | None))
 
 
 def decide_packing(

@@ -32,12 +32,12 @@ def save_checkpoint_elsewhere(
         Where it is and how to go on from there, as sentences; None if no folder takes it, or the ranks share none.
     """
     places = find_room(own.parent, num_bytes) if processes.is_main else iter(())
-    while (place := processes.share(next(places, None))) is not None:
+    while (place := processes.share(next(places, None), Path | None)) is not None:
         if write(place / name) is None:
             with suppress(OSError):
                 if processes.is_main:
                     records_in(own.parent).write_rest(place)
-            where = processes.share(f"{place / name} on {platform.node()}")
+            where = processes.share(f"{place / name} on {platform.node()}", str)
             return f"It is saved in {where}. Move it to {own} once there is room; the same command goes on from there."
     return None
 
@@ -55,5 +55,5 @@ def save_adapter_elsewhere(own: Path, model: nn.Module, write: WriteAdapter, pro
         if place is not None:
             where = f"{place / 'adapter'} on {platform.node()}"
             text = f"The adapter, to use or to start from (lora.start) but not to resume, is in {where}."
-    shared: str | None = processes.share(text)
+    shared: str | None = processes.share(text, str | None)
     return shared

@@ -13,13 +13,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import NoReturn
 
 from qlora_fsdp.common.errors import Interrupted, StopNow
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training.checkpoints.checkpoint import load_checkpoint, read_manifest
+from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, load_checkpoint, read_manifest
 from qlora_fsdp.training.checkpoints.rescue import save_adapter_elsewhere, save_checkpoint_elsewhere
 from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 
@@ -104,7 +105,7 @@ class Saver:
         Raises:
             Interrupted: always. A checkpoint of this step has been written, if that was possible.
         """
-        asked = self.processes.gather(self.watch.asked)
+        asked = self.processes.gather(self.watch.asked, Signals | None)
         number = next(number for number in asked if number is not None)
         saved = self.save(step)
         raise Interrupted(number, "" if saved.in_run_folder else saved.text)  # the watch says what is kept
@@ -119,7 +120,7 @@ class Saver:
         if step == 0:
             return Saved(False, "Before the first step there is nothing to save.")
         folder = _step_folder(self.content.folder, step)
-        if self.processes.share(folder.is_dir() if self.processes.is_main else None):
+        if self.processes.share(folder.is_dir() if self.processes.is_main else None, bool):
             return Saved(True, f"Step {step} is saved.")
         self.thread.start(step, folder)
         reason = self.thread.wait(goes_on=False)
@@ -140,7 +141,7 @@ class Saver:
         adapter = save_adapter_elsewhere(own, self.thread.model, self.thread.write_adapter, processes) or ""
         kept = self.thread.describe_kept()
         text = f"Step {step} can't be saved in {own}: {reason}. No other folder takes it. {kept} {adapter}"
-        return Saved(False, processes.share(text.strip()))
+        return Saved(False, processes.share(text.strip(), str))
 
     def restore(self) -> int | None:
         """Load the newest checkpoint of this run into model and optimizer. Collective.
@@ -150,7 +151,7 @@ class Saver:
         """
         self.thread.wait()
         folders = checkpoint_folders(self.content.folder) if self.processes.is_main else []
-        newest = self.processes.share(read_manifest(folders[-1]) if folders else None)
+        newest = self.processes.share(read_manifest(folders[-1]) if folders else None, Checkpoint | None)
         if newest is None:
             return None
         load_checkpoint(newest, self.thread.model, self.thread.optimizer, self.processes)

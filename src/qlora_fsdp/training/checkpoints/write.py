@@ -47,6 +47,7 @@ from qlora_fsdp.training.optim import LocalAdamW8bit
 ALIGNMENT = 64  # bytes
 MODEL = "model."  # what the names of parameters begin with in `trained_state`
 WriteAdapter = Callable[[Path, dict[str, Tensor]], None]
+Rows = dict[str, tuple[int, int]]  # which rows [first, last) a rank has of each tensor
 FileFacts = dict[str, tuple[int, str]]  # size and SHA-256, by the path in the checkpoint's folder
 
 
@@ -133,12 +134,12 @@ def write_checkpoint(
             check_own(content.folder.parent.parent)
             temporary.parent.mkdir(exist_ok=True)
             temporary.mkdir()
-    temporary, is_made = processes.share((temporary, not errors))
+    temporary, is_made = processes.share((temporary, not errors), tuple[Path, bool])
     facts: FileFacts = {}
     with _noting(errors):
         if is_made:
             facts = _write_own_file(temporary, snapshot, processes.rank)
-    everyone = processes.gather((snapshot.rows, facts, errors))
+    everyone = processes.gather((snapshot.rows, facts, errors), tuple[Rows, FileFacts, list[str]])
     error = next((text for _, _, texts in everyone for text in texts), None)
     if processes.is_main:
         if error is None:
@@ -147,7 +148,7 @@ def write_checkpoint(
             error = next(iter(errors), None)
         if error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    result: str | None = processes.share(error)
+    result: str | None = processes.share(error, str | None)
     return result
 
 

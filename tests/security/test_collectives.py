@@ -1,0 +1,296 @@
+"""Another user of the host among the ranks of a run: nothing of theirs is run, used or waited for.
+
+The attacker has another uid and no secret. They connect to the store where ranks meet over a network, learn the names
+that are there, take the place of a rank that has not come yet, and answer the collectives in which values travel, with
+a pickle that would leave a mark as the user who trains.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry, static_tcp_rendezvous
+from torch.distributed.launcher import api
+
+import qlora_fsdp
+from qlora_fsdp.common.errors import LaunchError, RankError
+from qlora_fsdp.common.run_key import NODE_FOLDER, RUN_KEY, find_folder, make_key
+from qlora_fsdp.launch import run_accelerate
+from qlora_fsdp.runtime import packets
+from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from tests.cli.launch import SHORT_STEPS, Launch, child_environment
+from tests.helpers.ranks import run_ranks, start_process
+
+SOURCE = Path(qlora_fsdp.__file__).parent
+NOBODY = 65534
+TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=32", "lora.r=4"]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is started by root")
+
+
+class Mark:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self.file), "w")
+
+
+def test_nothing_is_unpickled_or_sent_as_an_object() -> None:
+    """No module knows how to. In ranks of tests libraries' collectives of objects fail (tests/helpers/ranks.py)."""
+    words = re.compile(
+        r"pickle|\bdill\b|marshal|shelve|joblib|_object_list|broadcast_object|gather_object|scatter_object"
+    )
+    # numpy's way to say that none is read; and torch's record of allocations, which is written and never read
+    harmless = re.compile(r"allow_pickle=False|memory-\S+\.pickle")
+    found = [
+        f"{file.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if words.search(harmless.sub("", line))
+    ]
+    assert found == []
+
+
+def take_place(rank: int) -> None:
+    """Join the group of two ranks as the one that has not come, as another user, by what the store lists."""
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    seconds = timedelta(seconds=60)
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, 2, is_master=False, timeout=seconds)
+    while not (names := [name for name in store.list_keys() if "attempt-0/" in name]):
+        time.sleep(0.01)
+    prefix = names[0].partition("/")[0]
+    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=2, timeout=seconds)
+    dist.new_group(backend="gloo", timeout=seconds)
+
+
+def tell(collective: str, key: str, mark: Path) -> None:
+    """Take part in a collective with a pickle."""
+    forged = pickle.dumps(Mark(mark))
+    packet = packets.Packets(None, key, 1)
+    match collective:
+        case "share":
+            packet.broadcast(forged, 0)
+        case "gather":
+            packet.gather(forged)
+        case "scatter":
+            packet.scatter([forged] * 2, 1)
+        case "meeting":
+            for _ in range(2):
+                packets._swap([forged[:32].ljust(32, b"0")] * 2, None)
+
+
+def ask(processes: Processes, collective: str) -> None:
+    """Take part in it as a rank does."""
+    match collective:
+        case "share":
+            processes.share(None, str)
+        case "gather":
+            processes.gather("hello", str)
+        case "scatter":
+            processes.scatter(None, str, 1)
+
+
+def play(collective: str, victim: int, key: str, forger: str, mark: Path) -> str:
+    """Rank `victim` trains, and the other one is a stranger, with the secret `forger`. What the victim gets to see."""
+    rank = int(os.environ["RANK"])
+    if "MASTER_PORT" not in os.environ:  # as under torchrun, another process serves the store
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": os.environ["MEETING_PORT"]}
+    if rank != victim:
+        take_place(rank)
+        with suppress(RuntimeError, RankError):  # the victim has gone, or is a stranger to the stranger
+            tell(collective, forger, mark)
+        return ""
+    if key:
+        os.environ[RUN_KEY] = key
+    # A collective refuses what is not signed, whether the ranks have proved before who they are or not.
+    proving = mock.patch("qlora_fsdp.runtime.processes.prove_peers") if collective != "meeting" else nullcontext()
+    try:
+        with proving:
+            ask(start_processes(60, use_cpu=True), collective)
+    except RankError as error:
+        return str(error)
+    finally:
+        stop_processes()
+    return "nothing was refused"
+
+
+COLLECTIVES = {"meeting": 0, "share": 1, "gather": 0, "scatter": 0}  # with the victim's rank
+
+
+@needs_root
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_another_user_in_the_place_of_a_rank_is_refused(collective: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    victim, key = COLLECTIVES[collective], make_key()
+    said = run_ranks(2, play, collective, victim, key, make_key(), tmp_path / "mark")[victim]
+    assert said.startswith(f"What came from rank {1 - victim} is not signed with this run's secret"), said
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["share", "gather", "scatter"])
+def test_without_a_secret_nothing_is_run_either(collective: str, tmp_path: Path) -> None:
+    """As with ranks that torchrun starts: whoever comes is taken for a rank, and still makes no object of theirs."""
+    tmp_path.chmod(0o777)
+    victim = COLLECTIVES[collective]
+    said = run_ranks(2, play, collective, victim, "", "", tmp_path / "mark")[victim]
+    assert said.startswith(f"Rank {1 - victim} told something else than "), said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_message_is_of_its_place_alone() -> None:
+    """What a rank has signed is not taken for another message of its, of another rank's or in another group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group(backend="gloo")
+        first = packets.Packets(None, "key", 1)
+        sealed = torch.frombuffer(bytearray(first._seal(b"text", 1)), dtype=torch.uint8)
+        assert first._open(sealed, 1) == b"text"
+        for number, source, of_group, key in ((2, 1, None, "key"), (1, 2, None, "key"), (1, 1, group, "key")):
+            with pytest.raises(RankError, match="not signed"):
+                packets.Packets(of_group, key, number)._open(sealed, source)
+        for size in (-1, 0, 31, packets.MAX_BYTES + 1, 2**62):
+            with pytest.raises(RankError, match="not signed"):
+                packets._checked_size(torch.tensor([size]), 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_folder_that_others_may_enter_is_no_place_to_meet(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    environ = {NODE_FOLDER: str(folder)}
+    assert find_folder(environ, is_one_node=True) == folder
+    assert find_folder(environ, is_one_node=False) is None
+    (tmp_path / "link").symlink_to(folder)
+    assert find_folder({NODE_FOLDER: str(tmp_path / "link")}, is_one_node=True) is None
+    folder.chmod(0o755)
+    assert find_folder(environ, is_one_node=True) is None
+    if os.geteuid() == 0:
+        folder.chmod(0o700)
+        os.chown(folder, NOBODY, NOBODY)
+        assert find_folder(environ, is_one_node=True) is None
+
+
+def pester(ports: list[int]) -> None:
+    """Connect to whatever listens, as another user, and say something."""
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    for port in ports:
+        for text in (b"\x00" * 8, b"\x01" + b"\x00" * 7, b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                connection.sendall(text)
+
+
+@needs_root
+@pytest.mark.distributed
+def test_ranks_of_one_host_meet_where_nobody_else_can_go(tmp_path: Path) -> None:
+    """No store is served. The ranks' own ports are this host's alone, and who connects there disturbs nobody."""
+    run = Launch(tmp_path, "qlora-fsdp", *TINY, *SHORT_STEPS, "training.max_steps=40", "launch.num_processes=2")
+    try:
+        run.wait_for_steps(1)
+        rank = run.rank(0)
+        environ = rank.environ()
+        folder = Path(environ[NODE_FOLDER])
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children(recursive=True)]
+        sockets = [each for process in family for each in process.net_connections("inet")]
+        listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
+        assert listening and {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+        ports = [address.port for address in listening]
+        assert int(environ["MASTER_PORT"]) not in ports
+        start_process(pester, ports).join()
+        assert run.finish() == 0, run.output
+    finally:
+        run.kill()
+    assert not folder.exists()
+
+
+def test_accelerate_may_not_meet_by_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's c10d rendezvous unpickles the state that it finds in a store which anybody may write to."""
+    for module, name in ((static_tcp_rendezvous, "TCPStore"), (registry, "get_rendezvous_handler")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    run_accelerate._meet_apart(tmp_path)
+    for backend in ("c10d", "etcd-v2"):
+        parameters = RendezvousParameters(backend, "localhost:0", "run", 1, 1)
+        with pytest.raises(LaunchError, match=f"would have them meet by {backend}, which runs what others write"):
+            api.rdzv_registry.get_rendezvous_handler(parameters)
+    parameters = RendezvousParameters("static", "localhost:29417", "run", 1, 1, rank=0, timeout=60)
+    met = api.rdzv_registry.get_rendezvous_handler(parameters).next_rendezvous()
+    met.store.set("key", "value")
+    assert [file.name for file in tmp_path.iterdir()] == ["launcher"], "in a file, and at no port"
+
+
+SPACES = {"ours": "10.201.7.1", "theirs": "10.201.7.2"}
+IN_A_SPACE = """
+import sys
+from pathlib import Path
+from tests.security.test_collectives import play
+print(play("meeting", 0, sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+"""
+
+
+@pytest.fixture
+def spaces() -> Iterator[dict[str, str]]:
+    """Two network namespaces with a wire between them, as two hosts: the names, and the address in each."""
+    names = {f"guard-{os.getpid()}-{end}": address for end, address in SPACES.items()}
+    first, second = names
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "wire0", "netns", first, "type", "veth", "peer", "name", "wire1", "netns", second)
+        for (name, address), wire in zip(names.items(), ("wire0", "wire1"), strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", wire)
+            ip("-n", name, "link", "set", wire, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@needs_root
+@pytest.mark.distributed
+def test_another_user_on_another_host_is_refused(spaces: dict[str, str], tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    (ours, address), (theirs, _) = spaces.items()
+    key, forger = make_key(), make_key()
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
+    common |= {"MASTER_PORT": "29411", "PYTHONPATH": f"{SOURCE.parent}:{SOURCE.parents[1]}"}
+    processes = []
+    for rank, (space, wire) in enumerate(((ours, "wire0"), (theirs, "wire1"))):
+        own = child_environment() | common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": wire}
+        argv = ["ip", "netns", "exec", space, sys.executable, "-c", IN_A_SPACE, key, forger, str(tmp_path / "mark")]
+        processes.append(subprocess.Popen(argv, env=own, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert said[0].startswith("What came from rank 1 is not signed with this run's secret"), said
+    assert list(tmp_path.iterdir()) == []
