@@ -129,7 +129,7 @@ class MemoryPlan:
         """GPU bytes that CUDA takes for graphs, outside torch's allocator, if padded sequences have all lengths."""
         if self.beside_graph == 0 or self.work.batch.packs_rows:
             return 0
-        return (num_lengths(self.work.config.training.max_length) - 1) * self.work.num_layers * GRAPH_LAYER
+        return (num_lengths(self.work.config.training.max_length) - 1) * len(self.policies) * GRAPH_LAYER
 
     @property
     def host_needed(self) -> int:

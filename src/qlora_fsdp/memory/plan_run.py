@@ -63,6 +63,8 @@ class RunPlan:
         reads_peers: whether codes may be read from other GPUs (sharding/peer_codes.py).
         fits: whether it fits, by the plan.
         lines: what to tell the user.
+        offloaded_bytes: most bytes of a layer's input, and of attention's result, in host memory; 0 without a plan, or
+            where none is offloaded.
     """
 
     plan: MemoryPlan | None
@@ -75,14 +77,7 @@ class RunPlan:
     reads_peers: bool
     fits: bool
     lines: tuple[str, ...]
-
-    @property
-    def offloaded_bytes(self) -> tuple[int, int]:
-        """Most bytes of a layer's input, and of attention's result, in host memory; 0 without a plan, or without."""
-        uses = [] if self.plan is None else self.plan.work.layer_uses(self.plan.policies)
-        hosts = [use.host for use in uses if use.host]
-        results = [host[-1] for host in hosts if len(host) > 1]
-        return max((host[0] for host in hosts), default=0), max(results, default=0)
+    offloaded_bytes: tuple[int, int] = (0, 0)
 
     def with_model(self, model: TracedModel) -> RunPlan:
         """The plan that another rank has told, with this rank's model."""
@@ -156,6 +151,7 @@ def plan_run(
         reads_peers=plan.work.can_read_peers,
         fits=choice.fits or not machine.is_cuda,
         lines=tuple(lines),
+        offloaded_bytes=_offloaded_bytes(plan),
     )
 
 
@@ -182,6 +178,13 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
         fits=True,
         lines=(line,),
     )
+
+
+def _offloaded_bytes(plan: MemoryPlan) -> tuple[int, int]:
+    """What `RunPlan.offloaded_bytes` says."""
+    hosts = [use.host for use in plan.work.layer_uses(plan.policies) if use.host]
+    results = [host[-1] for host in hosts if len(host) > 1]
+    return max((host[0] for host in hosts), default=0), max(results, default=0)
 
 
 def _reason(asked: Workload, plan: MemoryPlan, machine: Machine) -> str:

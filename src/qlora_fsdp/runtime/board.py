@@ -36,15 +36,16 @@ class FolderBoard:
     """Messages as files, each of which is always whole.
 
     Args:
-        folder: it is made if it is not there; the folder that it lies in is there.
+        folder: where they are, beside the files of other boards.
+        name: what the names of this board's files begin with.
 
     Raises (all methods):
         RuntimeError: the folder is gone, or the disk is full; as torch's stores do.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
-        folder.mkdir(mode=0o700, exist_ok=True)
+        self.name = name
 
     def set(self, key: str, value: str) -> None:
         try:
@@ -76,7 +77,7 @@ class FolderBoard:
         return self.get(key)
 
     def _file(self, key: str) -> Path:
-        return self.folder / key.replace("/", "-")
+        return self.folder / f"{self.name}-{key.replace('/', '-')}"
 
     def _write(self, value: str) -> Path:
         temporary = self.folder / f".{secrets.token_hex(8)}"

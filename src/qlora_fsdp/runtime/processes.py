@@ -93,7 +93,7 @@ class Processes:
     def open_board(self, name: str) -> Board:
         """A new place for messages that need no collective, with a connection of its own. Every rank opens the same."""
         if self.folder is not None:
-            return FolderBoard(self.folder.with_name(f"{self.folder.name}-{name}"))
+            return FolderBoard(self.folder.parent, f"{self.folder.name}-{name}")
         return PrefixStore(name, self.store.clone())  # type: ignore[attr-defined]  # not in the stubs
 
     def wait(self, patiently: bool = False) -> None:
