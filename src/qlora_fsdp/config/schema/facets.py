@@ -55,7 +55,7 @@ class Files(Enum):
     adapters = "any file, also that in an adapter's folder, which somebody else may have written: it describes a model"
     users = "files that the user names: --config, an experiment; an adapter's file is refused"
     skipped = "files that the user names; in an adapter's file it is passed over, because early ones carry it"
-    none = "no file: the user types it; an adapter's file that asks for it is told"
+    none = "none that may have been passed on: the user types it, or has it in an own folder; a file with it is told"
 
 
 class Owner(Enum):

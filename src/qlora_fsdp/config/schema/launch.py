@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qlora_fsdp.config.schema.facets import ALWAYS, Run, at_least, setting
+from qlora_fsdp.config.schema.facets import ALWAYS, Files, Run, at_least, setting
 
 
 @dataclass
@@ -33,7 +33,7 @@ class LaunchConfig:
     # null: all GPUs, of which jobs that run at the same time get equal shares.
     num_processes: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
-    config_file: str | None = setting(None, Run.start, ALWAYS)
+    config_file: str | None = setting(None, Run.start, ALWAYS, files=Files.none)
     # GPUs of this host to use, by index. null: all that are visible.
     devices: list[int] | None = setting(None, Run.start, ALWAYS)
     # Jobs of a sweep that run at the same time, on disjoint GPUs.
@@ -57,11 +57,11 @@ class SlurmConfig:
     # CPU cores per node. null: the cluster's default for one task, which may be 1.
     cpus_per_task: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # Further options of sbatch, one per entry: ["--qos=long","--mem=0"].
-    options: list[str] = setting([], Run.start, ALWAYS)
+    options: list[str] = setting([], Run.start, ALWAYS, files=Files.none)
     # Shell commands to run first in the job script, e.g. ["module load cuda/12.8"] or
     # ["source venv/bin/activate"].
-    setup: list[str] = setting([], Run.start, ALWAYS)
+    setup: list[str] = setting([], Run.start, ALWAYS, files=Files.none)
     # Container image, through srun --container-image (Pyxis). Its `python` is used.
-    container: str | None = setting(None, Run.start, ALWAYS)
+    container: str | None = setting(None, Run.start, ALWAYS, files=Files.none)
     # Seconds before the time limit at which a run is told to save. The job is then queued again.
     signal_seconds: int = setting(120, Run.start, ALWAYS, bounds=at_least(1, below=65536))
