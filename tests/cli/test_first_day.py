@@ -199,3 +199,19 @@ def test_lora_plus_changes_the_steps_after_the_first_update(typed: list[str], tm
     assert losses["null"] == losses["1"] != losses["16"]
     assert losses["16"][0] == losses["1"][0]
     assert losses["16"][-1] < losses["1"][-1]
+
+
+def test_a_run_stops_where_held_out_rows_get_no_better(typed: list[str], tmp_path: Path) -> None:
+    """A learning rate of 10 makes them worse. Without patience all steps are done."""
+    evaluated = ["training.max_steps=12", "training.global_batch_size=1", "training.eval_every_steps=2"]
+    evaluated += ["data.eval_fraction=0.2", "training.learning_rate=10"]
+    printed, folder = train(tmp_path, *typed, *evaluated, "training.early_stopping_patience=2")
+    lines = read_lines(folder / "metrics.jsonl")
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert "Stopped early: 2 evaluations without a lower loss." in printed
+    assert len(losses) - 1 - losses.index(min(losses)) == 2
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert 4 <= len(steps) < 12 and f"Finished: {len(steps)} steps" in printed
+    assert json.loads((folder / "summary.json").read_text())["steps"] == len(steps)
+    _, folder = train(tmp_path, *typed, *evaluated)
+    assert len([line for line in read_lines(folder / "metrics.jsonl") if "loss" in line]) == 12

@@ -306,6 +306,7 @@ class StepSpec:
         on_bad_step: what follows a step whose loss or gradient can't be used.
         grad_norm_spike: times the median that a gradient's norm may have; None for any.
         eval_every_steps: steps between evaluations; None: only before and after training.
+        early_stopping_patience: evaluations in a row without a lower loss that end the run; None: none do.
         deterministic: whether the run repeats to the bit.
     """
 
@@ -320,6 +321,7 @@ class StepSpec:
     on_bad_step: OnBadStep = OnBadStep.stop
     grad_norm_spike: float | None = None
     eval_every_steps: int | None = None
+    early_stopping_patience: int | None = None
     deterministic: bool = False
 
     @classmethod
@@ -340,6 +342,7 @@ class StepSpec:
             on_bad_step=training.on_bad_step,
             grad_norm_spike=training.grad_norm_spike,
             eval_every_steps=training.eval_every_steps,
+            early_stopping_patience=training.early_stopping_patience,
             deterministic=training.deterministic,
         )
 

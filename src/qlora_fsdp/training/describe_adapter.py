@@ -65,7 +65,7 @@ def describe_adapter(
         data=_data(prepared),
         start=_start(recorded),
         settings=_settings(prepared),
-        num_steps=prepared.split.num_steps,
+        num_steps=result.num_steps if is_final else prepared.split.num_steps,  # it may have stopped early
         is_final=is_final,
         scales_rope=bool(recorded["model.rope_scaling"]),
         eval_losses=tuple(result.eval_losses),

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import OnBadStep
 from qlora_fsdp.config.specs import StepSpec
 from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.checkpoints.saver import Saver
@@ -60,6 +62,7 @@ def train(
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
     num_steps = batches.split.num_steps
+    patience = spec.early_stopping_patience
     may_go_back = spec.on_bad_step is OnBadStep.rollback
     runner.model.train()
     queue = PassQueue(runner, batches, recorder, first_step=result.num_steps)
@@ -68,6 +71,9 @@ def train(
             if evaluation.is_due(step):
                 with recorder.paused():
                     result.add_evaluation(step, evaluation.run(runner.model, step))
+                if patience is not None and result.num_evaluations_without_gain() >= patience:
+                    log.info(f"Stopped early: {plural(patience, 'evaluation')} without a lower loss.")
+                    break
 
             recorder.begin_step()
             learning_rate = learning_rate_at(step, num_steps, spec.learning_rate, spec.optim)
@@ -98,9 +104,11 @@ def train(
             if saves_next:
                 with recorder.paused():
                     saver.after_step(step + 1, must_save)
+        else:  # not stopped early, which is after an evaluation
+            recorder.write()
+            result.add_evaluation(num_steps, evaluation.run(runner.model, num_steps))
     finally:
         recorder.write()
-    result.add_evaluation(num_steps, evaluation.run(runner.model, num_steps))
     result.add_measured(recorder)
     return result
 

@@ -80,6 +80,11 @@ class TrainResult:
             self.eval_losses.append((step, evaluation.loss))
             self.eval_metrics = evaluation.metrics
 
+    def num_evaluations_without_gain(self) -> int:
+        """Evaluations since the one with the lowest loss."""
+        losses = [loss for _, loss in self.eval_losses]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+
     def add_measured(self, recorder: StepRecorder) -> None:
         """Add what the recorder measured over all steps of this start."""
         self.first_step_seconds = recorder.first_step_seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Run, above, at_least, setting
+from qlora_fsdp.config.schema.facets import ALWAYS, Files, Hosts, Run, above, at_least, setting, when
 from qlora_fsdp.config.schema.model import Dtype
 
 
@@ -172,6 +172,11 @@ class TrainingConfig:
     precision: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.users, other_names=("bf16", "fp16"))
     # Evaluate each time this many steps are done, and at the end. null: only before and after training.
     eval_every_steps: int | None = setting(None, Run.same, ALWAYS, bounds=at_least(1), other_names=("eval_steps",))
+    # Stop when this many evaluations in a row have not had a lower loss than the best before them (transformers'
+    # EarlyStoppingCallback). The adapter is that of the last step; checkpoint.keep_best keeps better ones. null: never.
+    early_stopping_patience: int | None = setting(
+        None, Run.same, when("training.eval_every_steps"), bounds=at_least(1), other_names=("patience",)
+    )
     # Of a mixture of experts: what its load-balancing loss (arXiv:2101.03961) is multiplied by before it is added. 0
     # adds none, whatever the model's config says.
     router_aux_loss_coef: float = setting(0.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
