@@ -460,7 +460,8 @@ def _learn(
 def _find_alike(conversation: Conversation, trace: Trace, numbers: list[int]) -> dict[int, Turn]:
     """Finds the turns of each kind of which there are three or more by replaying the first and the last of them.
 
-    If the same is around both, it is around those between them, or they are missing from the result.
+    If the same is around both, it is around those between them, or they are missing from the result. Where the first is
+    written in a way of its own, as DeepSeek-R1's distills do with calls, the second stands for it.
     """
     messages, text = conversation.messages, trace.text
     words = find_words(conversation.template)
@@ -473,12 +474,17 @@ def _find_alike(conversation: Conversation, trace: Trace, numbers: list[int]) ->
     for alike in kinds.values():
         if len(alike) < 3:
             continue
-        ends = {number: _replay(conversation, text, trace, number) for number in (alike[0], alike[-1])}
-        turns = {number: turn for number, turn in ends.items() if turn is not None}
-        found |= turns
-        frames = {Frame.around(turn, text, trace.parts[number][0]) for number, turn in turns.items()}
-        frame = frames.pop() if len(frames) == 1 and len(turns) == 2 else None
-        if frame is None:
+        frames = {}
+        for number in (alike[0], alike[-1], alike[1]):
+            if number == alike[1] and frames.get(alike[0]) == frames.get(alike[-1]):
+                break
+            turn = _replay(conversation, text, trace, number)
+            if turn is not None:
+                found[number] = turn
+                frames[number] = Frame.around(turn, text, trace.parts[number][0])
+        frame = frames.get(alike[-1])
+        is_same = frame is not None and frame in (frames.get(alike[0]), frames.get(alike[1]))
+        if frame is None or not is_same:
             continue
         for number in alike[1:-1]:
             turn = frame.find(text, trace.parts[number][0], _must_say(messages[number], words))
