@@ -23,6 +23,7 @@ from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings, _read_rows
 from qlora_fsdp.inference.prompts import chat_tokens
 from qlora_fsdp.records.run_state import read_jobs, read_json, read_metrics, read_run
+from qlora_fsdp.report import __main__ as report
 from tests.helpers.lines import write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -155,6 +156,30 @@ def test_status_of_a_run_with_odd_records(tmp_path: Path, capsys: pytest.Capture
     summary = ("status", "steps", "final_loss", "eval_loss", "tokens_per_second_per_gpu", "step_gpu_peak_gib", "error")
     (run / "summary.json").write_text(json.dumps(dict.fromkeys(summary, value)))
     assert "\x1b" not in shown(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("value", [*ODD, 1e308, -1e308, 1e-320])
+def test_report_of_a_run_with_odd_records(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
+    run, lines = make_run(tmp_path / "run"), list[str]()
+    for step in (1, 2, value):
+        keys = ("num_steps", "loss", "seconds", "tokens_per_second_per_gpu", "gpu_peak_gib", "eval_loss", "lr")
+        lines.append(json.dumps({"step": step} | dict.fromkeys(keys, value)) + "\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    summary = ("status", "steps", "final_loss", "eval_loss", "seconds", "setup_seconds", "resume_seconds")
+    (run / "summary.json").write_text(json.dumps(dict.fromkeys((*summary, "load_seconds", "error"), value)))
+    assert report.main([str(run)]) == 0
+    assert "Traceback" not in capsys.readouterr().err and "</html>" in (run / "report.html").read_text()
+
+
+def test_a_report_turns_no_text_around(tmp_path: Path) -> None:
+    """U+202E lets the reader see what follows from right to left; the report says where one stands."""
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text(json.dumps({"run": {"name": "a\u202eb"}, "data": {"path": "\u2066c"}}))
+    (run / "summary.json").write_text(json.dumps({"status": "failed", "error": "d\u202dgpj"}))
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert not set(page) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+    assert "d\\u202dgpj" in page
 
 
 @pytest.mark.parametrize(

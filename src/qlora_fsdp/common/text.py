@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,9 +26,20 @@ def format_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+_DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
 def printable(text: str) -> str:
     """Returns text of others without the control characters that a terminal obeys: each becomes a question mark."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def without_directions(text: str) -> str:
+    """Returns text in which each character that changes the direction of what follows is named, as U+202E is by 202e.
+
+    Text of others could be read as another one with them (https://trojansource.codes). Arabic and Hebrew need none.
+    """
+    return _DIRECTIONS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def printable_lines(text: str) -> str:
@@ -91,8 +103,11 @@ def show_number(value: float | None, spec: str) -> str:
 
 
 def show_duration(seconds: float | None) -> str:
-    """Returns a duration such as `0:03:20`, and an empty text for None."""
-    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+    """Returns a duration such as `0:03:20`, an empty text for None, and `?` for what is longer than any, or none."""
+    if seconds is None:
+        return ""
+    is_duration = is_number(seconds) and abs(seconds) <= timedelta.max.total_seconds() / 2
+    return str(timedelta(seconds=round(seconds))) if is_duration else "?"
 
 
 def plural(number: int, what: str) -> str:

@@ -58,6 +58,7 @@ FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so
 NUM_FINAL = 10  # the final loss is the mean over this many last steps, because that of one step depends on its rows
 NUM_STEPS_TIMED = 50  # the ETA follows from the times of this many last steps
 MAX_METRICS_BYTES = 2**30  # of metrics.jsonl: millions of steps
+MAX_DIGITS = 100
 TAIL_BYTES = 2**20  # as much of metrics.jsonl is read where only its end is wanted
 
 
@@ -256,7 +257,7 @@ def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> 
         return
     for line in content.splitlines():
         with suppress(ValueError, RecursionError):  # the first and the last line may be cut off
-            values = json.loads(line)
+            values = json.loads(line, parse_int=_whole_number)
             if isinstance(values, dict) and "step" in values:
                 yield values
 
@@ -264,10 +265,15 @@ def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder, which somebody else may have made; empty where there is none."""
     try:
-        value = json.loads(read_small(file.parent, file.name))
+        value = json.loads(read_small(file.parent, file.name), parse_int=_whole_number)
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _whole_number(digits: str) -> int | float:
+    """A whole number of JSON; infinity where it has more digits than any figure of a run, and than a float takes."""
+    return int(digits) if len(digits) <= MAX_DIGITS else math.inf
 
 
 def read_jobs(file: Path) -> list[tuple[Path, dict[str, str]]]:

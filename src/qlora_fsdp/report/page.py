@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.text import without_directions
 from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, find_runs, read_jobs
 from qlora_fsdp.report.charts import NUM_COLOURS
 from qlora_fsdp.report.run_files import Run, read_run_files
@@ -63,7 +64,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     swept_settings = {run: settings for folder in folders for run, settings in read_jobs(folder / SWEEP_FILE)}
     title = names[found[0]] if len(found) == 1 else root.name
     runs = [read_run_files(run, names[run], swept_settings.get(run, {})) for run in found]
-    page = make_page(title, runs)
+    page = without_directions(make_page(title, runs))
     file = root / REPORT_FILE if output is None else output
     try:
         write_atomically(file, page)

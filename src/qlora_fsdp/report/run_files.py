@@ -106,7 +106,8 @@ def describe_duration(run: Run) -> str:
     if seconds is not None:
         parts.append(f"{show_duration(seconds)} from then on" if is_resumed else show_duration(seconds))
     if run.steps:
-        in_steps = sum(line.get("seconds") or 0.0 for line in run.steps)
+        known = [line["seconds"] for line in run.steps if is_number(line.get("seconds"))]
+        in_steps = sum(known)
         parts.append(f"{show_duration(in_steps)} in all {plural(len(run.steps), 'step')}")
     if run.state.eta_seconds is not None:
         parts.append(f"{show_duration(run.state.eta_seconds)} to go")
