@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from qlora_fsdp.layers.recurrent.convolution import short_convolution
 from qlora_fsdp.layers.recurrent.delta_rule import gated_delta_rule
+from qlora_fsdp.layers.recurrent.replace import short_convolution
 
 SIZES = ((4, 4096), (1, 4096), (1, 1024))
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128

@@ -38,10 +38,8 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.expected_tokens import EXAMPLE_SOURCE, expect_tokens
-from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.choose_plan import MARGIN, Choice, choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
-from qlora_fsdp.memory.longest import describe_longest
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.show import (
     as_json,
@@ -54,8 +52,8 @@ from qlora_fsdp.memory.show import (
     table,
 )
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second
-from qlora_fsdp.memory.suggest import Change, cheapest_changes
-from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.memory.suggest import Change, cheapest_changes, describe_longest
+from qlora_fsdp.memory.workload import Workload, check_graph
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -134,7 +132,7 @@ def _trace(config: Config, hardware: Hardware) -> tuple[Workload, int | None, li
     size, values = config.training.micro_batch_size, _read_config(config.model)
     with quick_imports():
         from qlora_fsdp.model.find import make_config
-        from qlora_fsdp.model.rope import scale_rope
+        from qlora_fsdp.model.positions import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
     model = make_config(values, _name(config.model))

@@ -80,8 +80,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         from qlora_fsdp.data.run_data import PreparedData, prepare_data
         from qlora_fsdp.data.split import BatchSplit
         from qlora_fsdp.data.streams.stream import open_stream
-        from qlora_fsdp.model.chat_rows import check_chat_rows
-        from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
+        from qlora_fsdp.model.run_tokenizer import check_chat_rows, load_run_tokenizer
         from qlora_fsdp.weights.safetensors_files import read_headers
 
     tokenizer = load_run_tokenizer(config)

@@ -108,7 +108,7 @@ def _compare_weights(adapter: str, base: str, cached: Path, fingerprint: str) ->
     """Refuse a base whose weights, which lie in the folder `cached`, are others than the fingerprint's."""
     with quick_imports():
         from qlora_fsdp.inference.trained import assemble_trained
-        from qlora_fsdp.model.base_files import check_base
+        from qlora_fsdp.model.assemble import check_base
         from qlora_fsdp.runtime.processes import start_processes
 
     settings = BaseAndAdapterSettings(adapter, other_base=True)  # what is wrong is said here, in terms of push

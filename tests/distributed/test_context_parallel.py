@@ -22,8 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qlora_fsdp.layers.attention.choose import VARLEN
 from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
-from qlora_fsdp.runtime.mesh import join_context_group
-from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.runtime.processes import join_context_group, start_processes, stop_processes
 from qlora_fsdp.training import step
 from tests.helpers.checkpoints import SHAPE, write_checkpoint
 from tests.helpers.lines import write_lines

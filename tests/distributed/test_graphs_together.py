@@ -16,8 +16,8 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.cuda_graphs import NotRecorded
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.training.capture import graphs as stage
-from qlora_fsdp.training.capture.batch_key import Key
 from qlora_fsdp.training.capture.graphs import Graphs
+from qlora_fsdp.training.capture.passes import Key
 from tests.helpers.ranks import Meeting, once, run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -18,7 +18,7 @@ from qlora_fsdp.data.streams.stream import open_stream
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model import find
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.training.same_settings import check_same_settings
+from qlora_fsdp.training.run import check_same_settings
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 

@@ -21,8 +21,7 @@ from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.specs import ShardSpec, TaskSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import byte_tokenizer, extend_tokenizer
-from qlora_fsdp.memory.moments import WORKSPACE
-from qlora_fsdp.memory.plan import MemoryPlan, make_plan
+from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.activations import set_activation_policy

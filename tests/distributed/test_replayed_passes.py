@@ -28,8 +28,7 @@ from qlora_fsdp.runtime.cuda_graphs import NotRecorded
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training import train_adapter
 from qlora_fsdp.training.capture import captured, graphs
-from qlora_fsdp.training.capture.batch_key import Key, fill, with_room
-from qlora_fsdp.training.capture.passes import EagerPasses
+from qlora_fsdp.training.capture.passes import EagerPasses, Key, fill, with_room
 from qlora_fsdp.training.prepare import Prepared
 from tests.helpers.classification import LABELS, WORD_LABELS, write_labelled_rows, write_labelled_words
 from tests.helpers.preferences import write_pairs

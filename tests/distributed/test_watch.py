@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from qlora_fsdp.common.errors import CheckpointError, Interrupted
-from qlora_fsdp.runtime.failures import Failure, is_lost_contact
-from qlora_fsdp.runtime.messages import seal
+from qlora_fsdp.common.run_key import seal
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.runtime.watch import Failure, Watch, is_lost_contact
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -14,7 +14,7 @@ import torch
 import qlora_fsdp.training.run as pipeline
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.world import World
-from qlora_fsdp.runtime.pinned_memory import pinned_buffer
+from qlora_fsdp.model.activations import pinned_buffer
 from tests.helpers.ranks import Meeting, once, run_ranks
 
 POLICIES = ("none", "selective", "attention", "full", "offload_attention", "offload", "auto", "tiled")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qlora_fsdp.runtime.moment import Moment
+from qlora_fsdp.training.step_recorder import Moment
 
 pytestmark = pytest.mark.gpu
 

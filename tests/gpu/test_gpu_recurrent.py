@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from qlora_fsdp.layers.recurrent.convolution import short_convolution
 from qlora_fsdp.layers.recurrent.delta_rule import gated_delta_rule
 from qlora_fsdp.layers.recurrent.gated_norm import use_gated_norm
+from qlora_fsdp.layers.recurrent.replace import short_convolution
 
 TOLERANCE = 2e-2  # of the norm: a value of bfloat16 has 8 bits
 # Key heads, value heads, widths of keys and values: of Qwen 3.5; of tiny models, which torch computes; such as no block

@@ -21,7 +21,7 @@ from qlora_fsdp.runtime import rows as sharded_rows
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.sharding.prove import prove_shards
 from qlora_fsdp.sharding.shard import place_model, shard_model
-from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, read_headers
 from tests.helpers.ranks import Meeting

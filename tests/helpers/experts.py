@@ -22,7 +22,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.prove import prove_shards
 from qlora_fsdp.sharding.shard import place_model, shard_model
 from qlora_fsdp.weights import row_reader
-from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.stored_quantization import weight_name
 from tests.helpers.checkpoints import SHAPE

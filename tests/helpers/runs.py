@@ -25,8 +25,8 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
 from qlora_fsdp.sharding.shard import bypassing_root
 from qlora_fsdp.tracing.model_tracer import ModelTracer
+from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.step import StepRunner
-from qlora_fsdp.training.train_result import TrainResult
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import composing_quickly, load_config
 from tests.helpers.ranks import Meeting

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qlora_fsdp.common.cache_folder import check_owner, close_to_others
 from qlora_fsdp.common.errors import ConfigError, DataError
+from qlora_fsdp.common.foreign_files import check_owner, close_to_others
 from qlora_fsdp.config.schema import Config, DataConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data

@@ -10,12 +10,10 @@ from dataclasses import asdict
 import psutil
 import pytest
 
-from qlora_fsdp.common.run_key import NODE_KEY, RUN_KEY, find_key, make_key
-from qlora_fsdp.runtime.failures import Failure
+from qlora_fsdp.common.run_key import MAX_BYTES, MAX_TEXT, NODE_KEY, RUN_KEY, find_key, make_key, seal, unseal
 from qlora_fsdp.runtime.heartbeats import UNKNOWN
-from qlora_fsdp.runtime.messages import MAX_BYTES, MAX_TEXT, seal, unseal
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.runtime.watch import Failure, Watch
 from tests.helpers.ranks import Meeting, run_ranks
 
 KEY = make_key()

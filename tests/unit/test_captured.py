@@ -13,11 +13,10 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import check_graph, is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.training.capture.batch_key import Key, fill, with_room
+from qlora_fsdp.memory.workload import Workload, check_graph, is_captured, why_not_captured
 from qlora_fsdp.training.capture.graphs import Graphs, Recorded
+from qlora_fsdp.training.capture.passes import Key, fill, with_room
 
 STEPS = ("training.max_steps=1", "training.max_length=2048")
 

@@ -17,7 +17,7 @@ from qlora_fsdp.config.schema import PreferenceConfig, PreferenceLoss
 from qlora_fsdp.data.batch import Batch, lay_out
 from qlora_fsdp.layers.head_loss import LogitTransform, Reduction
 from qlora_fsdp.model.tasks.preference import PreferenceLM
-from qlora_fsdp.training.capture.batch_key import Key, fill, with_room
+from qlora_fsdp.training.capture.passes import Key, fill, with_room
 
 LENGTH = 256
 CPU = torch.device("cpu")

@@ -31,10 +31,9 @@ from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
-from qlora_fsdp.runtime.processes import start_processes
-from qlora_fsdp.runtime.store import open_store, wait_until_known
-from qlora_fsdp.training.gradient_check import check_gradients
+from qlora_fsdp.runtime.processes import open_store, start_processes, wait_until_known
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
+from qlora_fsdp.training.step import check_gradients
 from qlora_fsdp.weights import map_keys
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.row_reader import RowRequest, Sink, Span, run_requests
@@ -171,15 +170,15 @@ def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch, rank: int):
     for name, value in (ranks | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr("qlora_fsdp.runtime.store.NAME_SECONDS", 0)
-    monkeypatch.setattr("qlora_fsdp.runtime.store.socket.getaddrinfo", Mock(side_effect=UNKNOWN))
+    monkeypatch.setattr("qlora_fsdp.runtime.processes.NAME_SECONDS", 0)
+    monkeypatch.setattr("qlora_fsdp.runtime.processes.socket.getaddrinfo", Mock(side_effect=UNKNOWN))
     with pytest.raises(DeviceError, match="MASTER_ADDR=nosuchhost: no host of that name is known here"):
         start_processes(600, use_cpu=True)
 
 
 def test_a_host_may_be_known_late(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("qlora_fsdp.runtime.store.socket.getaddrinfo", Mock(side_effect=[UNKNOWN, UNKNOWN, []]))
-    monkeypatch.setattr("qlora_fsdp.runtime.store.time.sleep", waits := Mock())
+    monkeypatch.setattr("qlora_fsdp.runtime.processes.socket.getaddrinfo", Mock(side_effect=[UNKNOWN, UNKNOWN, []]))
+    monkeypatch.setattr("qlora_fsdp.runtime.processes.time.sleep", waits := Mock())
     wait_until_known("node-1", 60)
     assert waits.call_count == 2
 
@@ -200,8 +199,8 @@ def test_a_rank_that_comes_first_asks_for_the_store_only_once_rank_0_serves_it(m
     with socket.socket() as rank_0:
         rank_0.bind(("127.0.0.1", 0))
         port, waits = rank_0.getsockname()[1], list[float]()
-        monkeypatch.setattr("qlora_fsdp.runtime.store.time.sleep", lambda s: (waits.append(s), rank_0.listen()))
-        monkeypatch.setattr("qlora_fsdp.runtime.store.TCPStore", lambda *args, **named: len(waits))
+        monkeypatch.setattr("qlora_fsdp.runtime.processes.time.sleep", lambda s: (waits.append(s), rank_0.listen()))
+        monkeypatch.setattr("qlora_fsdp.runtime.processes.TCPStore", lambda *args, **named: len(waits))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -37,14 +37,12 @@ from qlora_fsdp.layers.experts import adapter, grouped_products
 from qlora_fsdp.layers.experts import forward as experts
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter, ExpertMatrix
 from qlora_fsdp.layers.experts.forward import count_loads, expert_weight_names, experts_forward
-from qlora_fsdp.layers.experts.gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
-from qlora_fsdp.layers.experts.row_order import ActivationBackward, activate, sort_rows
+from qlora_fsdp.layers.experts.row_order import Activation, ActivationBackward, Gate, activate, find_gate, sort_rows
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import apply_adapters, describe_idle_patterns
 from qlora_fsdp.model.experts import expert_weights, find_routers
-from qlora_fsdp.model.tasks.causal_lm import CausalLM
-from qlora_fsdp.model.tasks.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.tasks.causal_lm import CausalLM, RouterLoss, describe_router_loss
 
 NUM_EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 6, 64, 32, 13, 2
 SMALL: dict[str, Any] = {

@@ -17,7 +17,6 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from qlora_fsdp.common import families
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.schema import Config, KernelsConfig
 from qlora_fsdp.config.specs import ModuleSpec
@@ -25,6 +24,7 @@ from qlora_fsdp.layers import liger
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
 from qlora_fsdp.runtime import fallbacks
+from qlora_fsdp.tracing import liger_shapes
 from qlora_fsdp.tracing.model_tracer import planned_liger_kernels
 
 GPU = torch.device("cuda", 0)
@@ -131,10 +131,10 @@ def test_liger_needs_triton(monkeypatch):
 def test_the_plan_knows_which_kernels_of_liger_a_run_uses():
     """On a host without the package too: so every family is compared that the installed one has a function for."""
     monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
-    named = {*monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, *families.LIGER_KERNELS}
+    named = {*monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, *liger_shapes.LIGER_KERNELS}
     configs = [kind() for name, kind in CONFIG_MAPPING.items() if name in named and kind in MODEL_FOR_CAUSAL_LM_MAPPING]
     decoders = [config for config in configs if config.get_text_config() is config]
-    assert len(decoders) >= len(families.LIGER_KERNELS)
+    assert len(decoders) >= len(liger_shapes.LIGER_KERNELS)
     for config in decoders:
         with liger_kernels(config) as chosen:
             assert planned_liger_kernels(KernelsConfig(), config) == chosen, config.model_type

@@ -19,7 +19,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers import mlp as gated_mlp
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind, is_rms_norm
 from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
@@ -189,20 +190,20 @@ class TestTritonKernels:
         small = (torch.randn(160, 8), torch.randn(160, 6), torch.randn(5, 160))
         torch.testing.assert_close(
             triton_gate.forward(gate_up, h, *small, activation),
-            gated_activation.gate_forward(gate_up, h, *small, activation),
+            gated_mlp.gate_forward(gate_up, h, *small, activation),
             rtol=1e-4,
             atol=1e-3,
         )
         exact = [x.double().requires_grad_() for x in (gate_up, h, *small)]
-        act, h_down = gated_activation.gate_forward(*exact, activation)
+        act, h_down = gated_mlp.gate_forward(*exact, activation)
         grad_act = torch.arange(70.0 * 160).view(70, 160).cos()
         expected = torch.autograd.grad([act, h_down], exact, [grad_act.double(), grad_h_down.double()])
         scalings = (2.0, 0.5)
-        monkeypatch.setattr(gated_activation, "_fits_kernels", lambda _: True)
+        monkeypatch.setattr(gated_mlp, "_fits_kernels", lambda _: True)
         for max_rank_down in (0, 8):  # along rows, and down columns
             monkeypatch.setattr(backward, "MAX_RANK_DOWN", max_rank_down)
             grad_gate_up = gate_up.clone()
-            grads = gated_activation.gate_backward(
+            grads = gated_mlp.gate_backward(
                 grad_gate_up, h, *small, grad_act.clone(), grad_h_down, activation, scalings
             )
             found = [grad_gate_up, grads.h_NR, grads.b_gate / scalings[0], grads.b_up / scalings[1], grads.a_down]

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
-from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.config.schema import ComputeConfig, KernelsConfig
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.tokenizer import NO_TOKENS
@@ -27,6 +26,7 @@ from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.tracing.liger_shapes import LIGER_KERNELS
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 FOUND = {  # by family: the roles of the layers of its MLP

@@ -37,7 +37,7 @@ def test_what_the_glossary_names_is_in_the_code() -> None:
 KNOWN_TWICE = """
 AdapterSettings Conversation Run Tiles Trace activate attend backward begin check_base check_data combine evaluate.py
 fill format.py forward gather launch.py main prepare prepare.py read.py read_rows read_text settings_of
-start_adapter.py trackers.py write.py written.py
+start_adapter.py write.py written.py
 """
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qlora_fsdp.layers.attention.choose import VARLEN, varlen_attention
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.model import input_offload
+from qlora_fsdp.model import activations
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED, register_stand_ins
 
@@ -28,7 +28,7 @@ STARTS = torch.tensor([0, 10, 32, 64], dtype=torch.int32)  # of rows, in two seq
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every tensor is offloaded, and each test leaves the functions of attention as they were."""
-    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(activations, "MIN_BYTES", 0)
     register_plain_varlen()
     register_stand_ins()
     AttentionInterface.register(VARLEN, varlen_attention)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.tracing import known_shapes, live_bytes
-from qlora_fsdp.tracing.known_shapes import run_on_meta
+from qlora_fsdp.tracing import live_bytes
+from qlora_fsdp.tracing.live_bytes import run_on_meta
 from qlora_fsdp.tracing.model_tracer import ModelTracer
 
 aten: Any = torch.ops.aten
@@ -99,8 +99,8 @@ def test_a_trace_is_the_same_without_memory(monkeypatch: pytest.MonkeyPatch) -> 
         uses = [tracer.layer_use(ModuleSpec.of(config), BatchSpec.of(config, 2), 0, policy) for policy in Policy]
         return [tracer.ends_use(ModuleSpec.of(config), BatchSpec.of(config, 2)), *uses]
 
-    monkeypatch.setattr(known_shapes, "_known", {})
+    monkeypatch.setattr(live_bytes, "_known", {})
     first, again = trace(), trace()
-    assert len(known_shapes._known) > 50
+    assert len(live_bytes._known) > 50
     monkeypatch.setattr(live_bytes, "run_on_meta", lambda func, args, kwargs: func(*args, **kwargs))
     assert first == again == trace()

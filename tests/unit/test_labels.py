@@ -18,8 +18,8 @@ from qlora_fsdp.data.labels import label_first_tokens, read_labels
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.model.tasks.classifier import _balance
-from qlora_fsdp.model.tasks.classifier_metrics import (
+from qlora_fsdp.model.tasks.classifier import (
+    _balance,
     classification_metrics,
     entity_metrics,
     multi_label_metrics,

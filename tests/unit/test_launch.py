@@ -25,8 +25,7 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.checks.check_launch import check_accelerate_file
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.launch import local, multirun, sweep
-from qlora_fsdp.launch.command import divide_gpus, launch_command
-from qlora_fsdp.launch.ranks import _wait
+from qlora_fsdp.launch.ranks import _wait, divide_gpus, launch_command
 from qlora_fsdp.launch.sweep import job_name
 from qlora_fsdp.train import main
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from qlora_fsdp.common.layer_sizes import HeadSizes, head_sizes, values_by_layer
+from qlora_fsdp.common.model_figures import HeadSizes, head_sizes, values_by_layer
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import wide

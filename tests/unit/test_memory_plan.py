@@ -19,28 +19,29 @@ from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations, ShardingStrategy
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers.experts import grouped_products
-from qlora_fsdp.memory import ladders
+from qlora_fsdp.memory import choose_plan
 from qlora_fsdp.memory.choose_plan import (
     CLOSE,
     MARGIN,
+    ROOM,
     SPARE,
     TILE_TOKENS,
     choose,
     describe_choice,
+    describe_policies,
     micro_batch_sizes,
+    next_smaller,
     use_spare,
     ways_to_share,
     with_strategy,
 )
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
-from qlora_fsdp.memory.ladders import ROOM, describe_policies, next_smaller
-from qlora_fsdp.memory.longest import longest
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, remarks, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, step_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
+from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, longest, smaller_runs
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
@@ -731,7 +732,7 @@ def test_attention_is_kept_where_that_is_faster(monkeypatch: pytest.MonkeyPatch,
     work = workload("model=llama3-8b", f"training.max_length={length}", *more)
     found = choose(work, gib * GIB, H200)
     assert found.fits and set(found.plan.policies) == expected
-    monkeypatch.setattr(ladders, "LADDERS", ladders.LADDERS[:1])
+    monkeypatch.setattr(choose_plan, "LADDERS", choose_plan.LADDERS[:1])
     without = choose(work, gib * GIB, H200)
     speeds = [tokens_per_second(each.plan.work, each.plan.policies, H200) for each in (found, without)]
     assert speeds[0] > 1.05 * speeds[1] if Policy.attention in expected else found == without

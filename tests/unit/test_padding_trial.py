@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 from transformers.models.llama import modeling_llama
 
 from qlora_fsdp.layers.attention.choose import traced_attention
-from qlora_fsdp.model.trials.packing import TrialSpec, sees_no_padding, try_small
-from qlora_fsdp.model.trials.padding_trial import why_mask_is_needed
+from qlora_fsdp.model.trials.packing import TrialSpec, sees_no_padding, try_small, why_mask_is_needed
 from qlora_fsdp.model.trials.row_trial import RowTrial
 
 LONG = 2**20

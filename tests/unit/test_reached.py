@@ -18,9 +18,8 @@ from qlora_fsdp.config.schema import LoraConfig, QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.model.adapters.apply import apply_adapters, trainable_names
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
-from qlora_fsdp.model.linear_classes import computes_linear
-from qlora_fsdp.model.reached import general_name
-from qlora_fsdp.model.swap_layers import note_nothing_quantized, swap_chosen_linears
+from qlora_fsdp.model.parts import general_name
+from qlora_fsdp.model.swap_layers import computes_linear, note_nothing_quantized, swap_chosen_linears
 from qlora_fsdp.model.trials.packing import Traits, check_causal
 from qlora_fsdp.model.trials.row_trial import RowTrial
 

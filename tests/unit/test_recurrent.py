@@ -23,9 +23,9 @@ from qlora_fsdp.layers.kernels import (
 )
 from qlora_fsdp.layers.kernels.triton_delta_rule import Chunks
 from qlora_fsdp.layers.recurrent import replace
-from qlora_fsdp.layers.recurrent.convolution import short_convolution
 from qlora_fsdp.layers.recurrent.delta_rule import gated_delta_rule
 from qlora_fsdp.layers.recurrent.gated_norm import use_gated_norm
+from qlora_fsdp.layers.recurrent.replace import short_convolution
 
 stock_rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
 # Where rows end: inside chunks of 64 and at their bounds; rows of one token, of a chunk, and over several chunks.

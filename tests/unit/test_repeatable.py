@@ -12,8 +12,8 @@ from torch.utils import deterministic
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.checks.check_launch import check_launch_environment
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.runtime.repeatable import VARIABLES, repeatable
-from qlora_fsdp.training.capture.batch_key import Key, with_room
+from qlora_fsdp.training.capture.passes import Key, with_room
+from qlora_fsdp.training.run import VARIABLES, repeatable
 
 RUN = ["model=tiny", "data=random", "training.max_steps=1", "training.deterministic=true"]
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.model.adapters.usage import describe_usage
+from qlora_fsdp.model.adapters.model_card import describe_usage
 from qlora_fsdp.model.find import find_model
-from qlora_fsdp.model.rope import needed_factor, scale_rope, write_rope
+from qlora_fsdp.model.positions import needed_factor, scale_rope, write_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 KNOWN = SHAPE["max_position_embeddings"]

@@ -11,9 +11,9 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from qlora_fsdp.common.errors import StopNow
-from qlora_fsdp.runtime.failures import find_interrupted
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.runtime.signals import StopSignals
+from qlora_fsdp.runtime.watch import find_interrupted
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.model import input_offload
+from qlora_fsdp.model import activations
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
@@ -39,8 +39,7 @@ from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.model.trials.miniature import miniature
 from qlora_fsdp.tracing.live_bytes import LiveBytes
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableModel, batch_on_meta, trace_config
-from qlora_fsdp.tracing.surroundings import fused_attention
-from qlora_fsdp.tracing.trace import Trace
+from qlora_fsdp.tracing.trace import Trace, fused_attention
 
 TOKENS = 32
 # Families of which the project knows nothing. The last three have experts.
@@ -288,7 +287,7 @@ def gradients(model: TaskModel, policies: list[Policy]) -> list[Tensor]:
 
 
 def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(activations, "MIN_BYTES", 0)
     model = make_model("llama", Config())
     kept = gradients(model, [Policy.none, Policy.none])
     for policies in (
@@ -307,10 +306,10 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_needs(monkeypatch: pytest.MonkeyPatch):
     """Whatever lengths the batches have, in whatever order; and made once if the plan says how long they get."""
-    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
-    monkeypatch.setattr(input_offload, "offload_buffer_bytes", lambda num_bytes: num_bytes)
+    monkeypatch.setattr(activations, "MIN_BYTES", 0)
+    monkeypatch.setattr(activations, "offload_buffer_bytes", lambda num_bytes: num_bytes)
     for planned in (0, 2048 * 4 * 4):
-        inputs, addresses = input_offload.InputOffload((planned, 0)), set[int]()
+        inputs, addresses = activations.InputOffload((planned, 0)), set[int]()
         for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
             tensors = [torch.randn(length, 4) for _ in range(3)]
             packed = []
@@ -326,15 +325,15 @@ def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_
 
 def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     """Inputs go to a few host buffers, used again, and nothing of a layer stays where it computes."""
-    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(activations, "MIN_BYTES", 0)
     made: list[int] = []
-    take = input_offload._Buffers.take
+    take = activations._Buffers.take
 
-    def count(self: input_offload._Buffers, tensor: Tensor) -> Tensor:
+    def count(self: activations._Buffers, tensor: Tensor) -> Tensor:
         made.append(len(self.free))
         return take(self, tensor)
 
-    monkeypatch.setattr(input_offload._Buffers, "take", count)
+    monkeypatch.setattr(activations._Buffers, "take", count)
     model = make_model("llama", Config())
     traced = Trace(on_meta("llama", Config()), batch(), is_cuda=False, liger_kernels=()).layer(1, Policy.offload)
     gradients(model, [Policy.offload, Policy.offload])
@@ -364,8 +363,8 @@ def test_a_plan_counts_up_to_the_first_layer_that_is_trained() -> None:
 
 
 def test_buffers_of_layers_without_a_backward_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
-    inputs, model = input_offload.InputOffload(), make_model("llama", UPPER)
+    monkeypatch.setattr(activations, "MIN_BYTES", 0)
+    inputs, model = activations.InputOffload(), make_model("llama", UPPER)
     set_activation_policy(model.layers, [Policy.offload] * len(model.layers), inputs)
     for _ in range(2):
         model(batch()).backward()

@@ -12,8 +12,7 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.config.trackers import check_trackers, wandb_mode
-from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.trackers import note_missing_key
+from qlora_fsdp.records.journal import Journal, note_missing_key
 
 ROW = {"prompt": "<b>", "completion": "c", "reference": "r"}
 

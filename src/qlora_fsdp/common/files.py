@@ -4,6 +4,8 @@ All that this program writes or removes goes through here, because a folder may 
 downloaded run, or a folder that several users share. There, a link with the name of a file of ours may lead to any
 file of the user's. So no link is followed at the end of a path, temporary names can't be guessed, and readers never see
 half a file. Links further up in a path are followed: people keep their folders on other disks.
+
+Explains why a disk can't be written to, and finds another folder with room.
 """
 
 from __future__ import annotations
@@ -11,14 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
+
+from safetensors import SafetensorError
+
+from qlora_fsdp.common.text import first_line
 
 NUM_DIGESTERS = 8  # threads
 MAX_PREFIX = 100  # characters of a name in its temporary name, which must not become too long for the file system
@@ -176,3 +183,78 @@ def shipped_file(name: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise AssertionError(f"{name} is neither in {package} nor in {package.parents[1]}: the installation is broken")
+
+
+def is_write_error(error: BaseException) -> bool:
+    """Whether an error says that a file can't be written. Libraries in Rust have classes of their own, or none."""
+    return isinstance(error, (OSError, SafetensorError)) or _system_error(error) is not None
+
+
+def disk_reason(error: BaseException) -> str:
+    """Why a file can't be written, in the system's words, such as `No space left on device`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    number = _system_error(error)
+    if number is not None:
+        return os.strerror(number)
+    return first_line(error).rstrip(".")
+
+
+def find_room(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """Makes new folders in place of one that can't be written, one after another: beside it, then on other disks.
+
+    Those that the caller leaves empty are removed.
+
+    Args:
+        folder: the one that can't be written.
+        num_bytes: places with less room are left out.
+    """
+    temporary = (os.environ.get("TMPDIR", "/tmp"), "/var/tmp")  # noqa: S108  # in a new folder of this user's alone
+    places = (str(folder.parent), *temporary, os.environ.get("HOME", "."), ".")
+    for place in dict.fromkeys(places):
+        with suppress(OSError):
+            if shutil.disk_usage(place).free < num_bytes:
+                continue
+            made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-rescued-", dir=place)).absolute()
+            try:
+                yield made
+            finally:
+                with suppress(OSError):
+                    made.rmdir()  # which fails unless it is empty
+
+
+def write_elsewhere(folder: Path, num_bytes: int, write: Callable[[Path], None]) -> Path | None:
+    """Lets `write` fill a new folder in place of one that can't be written.
+
+    Args:
+        folder: the one that can't be written.
+        num_bytes: what `write` takes, about.
+        write: called with one folder after another until it succeeds.
+
+    Returns:
+        The folder that was written; None if there is none with room.
+    """
+    for place in find_room(folder, num_bytes):
+        try:
+            write(place)
+        except Exception as error:
+            _empty(place)
+            if not is_write_error(error):
+                raise
+        else:
+            return place
+    return None
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        with suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _system_error(error: BaseException) -> int | None:
+    """The system's number of an error, also where a library in Rust has put it into the text."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found is not None:
+        return int(found[1])
+    return error.errno if isinstance(error, OSError) else None

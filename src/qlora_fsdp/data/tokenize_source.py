@@ -21,9 +21,9 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.files import remove
+from qlora_fsdp.common.foreign_files import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows

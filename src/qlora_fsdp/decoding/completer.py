@@ -24,7 +24,7 @@ from qlora_fsdp.decoding.slot_cache import SlotCache, attending
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.memory.generation import LENGTH_STEP, MAX_SLOTS
+from qlora_fsdp.memory.workload import LENGTH_STEP, MAX_SLOTS
 from qlora_fsdp.sharding.by_rows import ByRows
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call

@@ -23,7 +23,7 @@ from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.memory.generation import MAX_SLOTS
+from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.trials.row_trial import RowTrial
 from qlora_fsdp.runtime.hardware import is_shortage

@@ -34,7 +34,7 @@ from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import blaming_file, generation_config, make_completer, stock_batch_size
-from qlora_fsdp.memory.generation import MAX_SLOTS
+from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes

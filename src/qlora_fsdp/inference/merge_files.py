@@ -27,10 +27,12 @@ from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.data.chats.turns import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
-from qlora_fsdp.inference.changes import ParameterChange, check_shared_layers, find_parameter_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
+    ParameterChange,
     WeightMerger,
+    check_shared_layers,
+    find_parameter_changes,
     find_uses,
     quantized_if_wanted,
     takes_codes,
@@ -39,10 +41,9 @@ from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.experts.llama4 import Llama4Moe
 from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.rope import write_rope
+from qlora_fsdp.model.positions import write_rope
 from qlora_fsdp.runtime.hardware import dtype_name
-from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.composed import ComposedTensor
+from qlora_fsdp.weights.composed import Assignment, ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
 

@@ -22,8 +22,7 @@ from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter
-from qlora_fsdp.model.assemble import AssembledModel, assemble
-from qlora_fsdp.model.base_files import check_base, describe_base
+from qlora_fsdp.model.assemble import AssembledModel, assemble, check_base, describe_base
 from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.task_model import TaskModel

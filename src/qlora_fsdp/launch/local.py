@@ -10,14 +10,12 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import Interrupted
-from qlora_fsdp.common.files import create
+from qlora_fsdp.common.files import create, disk_reason
 from qlora_fsdp.common.startup import PARENT_PID
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import show_duration
-from qlora_fsdp.launch.command import Slot, divide_gpus, launch_command
-from qlora_fsdp.launch.ranks import kill_tree, noting_signals, signal_ranks
+from qlora_fsdp.launch.ranks import Slot, divide_gpus, kill_tree, launch_command, noting_signals, signal_ranks
 from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, RunState
 

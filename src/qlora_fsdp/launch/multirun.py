@@ -14,8 +14,8 @@ from hydra.core.override_parser.types import RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolderError, refuse
+from qlora_fsdp.common.files import disk_reason
 from qlora_fsdp.common.startup import is_rank
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import shorten

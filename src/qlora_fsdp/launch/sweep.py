@@ -23,8 +23,8 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, open_dict
 
-from qlora_fsdp.common.disk import disk_reason
 from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refuse
+from qlora_fsdp.common.files import disk_reason
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.checks.check_settings import check_split
 from qlora_fsdp.config.identity import find_changes, plain_settings, read_settings

@@ -26,9 +26,8 @@ from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraLinear, LoraPart, OutputsOfInput, active_part
 from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized.format import dynamic_map
-from qlora_fsdp.layers.quantized.linear import QuantizedLinear, unflatten
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear, own_rows, unflatten
 from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
-from qlora_fsdp.layers.quantized.own_rows import own_rows
 from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
 # Up to this many rows the codes are multiplied as they are: bitsandbytes' own bound, below which its kernel is faster

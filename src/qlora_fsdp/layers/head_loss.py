@@ -63,7 +63,7 @@ class HeadLoss:
     Attributes:
         is_frozen_linear: whether the head is a plain or int8 linear layer that is not trained, maybe with rows of new
             tokens beside it. Its weight is then gathered here, into one buffer, and backward does not need it.
-        whole_weight: the weight of a plain linear layer, if it need not be gathered (sharding/peer_ends.py).
+        whole_weight: the weight of a plain linear layer, if it need not be gathered (sharding/peer_weights.py).
     """
 
     whole_weight: Tensor | None = None

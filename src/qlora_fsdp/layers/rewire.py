@@ -35,7 +35,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
 from qlora_fsdp.layers.experts.forward import expert_weight_names
-from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, LossKernel
 from qlora_fsdp.layers.lora import QKV, LoraLinear, SharedInput

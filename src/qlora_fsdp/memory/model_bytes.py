@@ -90,8 +90,8 @@ class ModelBytes:
         tensors: all of these.
         shard: a rank's part of all tensors, by kind.
         gathered_layer: its bytes that FSDP gathers; 0 if FSDP takes no part.
-        code_buffers: bytes of whole codes, beyond the shard, which are never freed (sharding/peer_codes.py).
-        held_head: bytes of a whole head, beyond the shard, that every rank has all the time (sharding/peer_ends.py).
+        code_buffers: bytes of whole codes, beyond the shard, which are never freed (sharding/peer_weights.py).
+        held_head: bytes of a whole head, beyond the shard, that every rank has all the time (sharding/peer_weights.py).
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory.

@@ -4,7 +4,7 @@ The plan has four phases. A run loads its weights (`load`); then every optimizer
 the update of the weights (`step`). The memory of a phase changes from moment to moment: embeddings are looked up, a
 layer runs, the loss is computed. For each moment the plan adds up bytes by part. Some parts are there all the time, and
 are called `resident`: the rank's shard of the parameters, and the optimizer's state. Others come and go: gathered
-layers, a dequantized weight, activations, gradients (moments.py). The largest moment is the peak of its phase, and the
+layers, a dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the
 largest phase decides whether a run fits.
 
 Activations wait for backward, and how many do depends on each layer's policy (memory/policy.py): a layer may keep all
@@ -20,11 +20,13 @@ docs/plan-validation.md compares the plan with what runs on GPUs took.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 from qlora_fsdp.common.sizes import (
+    NUM_AHEAD,
     NUM_BUFFERS,
     PIECE_BYTES,
     SLAB_BYTES,
@@ -34,13 +36,10 @@ from qlora_fsdp.common.sizes import (
     round_up,
 )
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
-from qlora_fsdp.memory.generation import generation_bytes
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
-from qlora_fsdp.memory.moments import WORKSPACE, DequantizedWeights, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import LayerUse
-from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.memory.workload import SPARE_BYTES, Workload, generation_bytes, is_captured
 
 GIB = 2**30
 MIB = 2**20
@@ -65,6 +64,7 @@ HOST_PYTHON = 580 * MIB  # Python and the libraries
 HOST_CUDA = 950 * MIB  # what CUDA and its libraries add
 HOST_NCCL = 360 * MIB
 HOST_LAYER = 3 * MIB // 2  # the modules of one layer
+WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 
 
 @dataclass(frozen=True)
@@ -263,3 +263,170 @@ def _add(resident: BytesByPart, moment: BytesByPart) -> BytesByPart:
 
 def _largest(moments: Iterable[BytesByPart]) -> BytesByPart:
     return max(moments, key=lambda parts: sum(parts.values()))
+
+
+class DequantizedWeights:
+    """The dequantized weights that are there at a time (layers/quantized/weight_reader.py).
+
+    Args:
+        work: the run that is planned.
+        num_kept: layers, the last ones, whose weights are kept; None if no weight is even dequantized ahead.
+
+    Attributes:
+        held: bytes of those that stay until the run ends, and are there at every time.
+        kept: bytes by layer of those that stay from forward to backward.
+        ahead: the most bytes by layer of a weight that is there before it is used.
+    """
+
+    def __init__(self, work: Workload, num_kept: int | None = None) -> None:
+        self.held = 0
+        self.kept: list[int] = []
+        self.ahead: list[int] = []
+        self._is_held: list[bool] = []
+        first_kept = len(work.layers) - (num_kept or 0)
+        for index, layer in enumerate(work.layers):
+            is_kept = index >= first_kept
+            is_held = is_kept and work.holds_dequantized
+            if is_held:
+                self.held += layer.dequantized
+            self.kept.append(layer.dequantized if is_kept and not is_held else 0)
+            self.ahead.append(layer.ahead if num_kept is not None and not is_held else 0)
+            self._is_held.append(is_held)
+        self.is_freed = work.uses_fsdp and work.reshards  # each layer, after its forward
+
+    def kept_before(self, index: int) -> int:
+        """Bytes that are kept of the layers before one."""
+        return sum(self.kept[:index])
+
+    def at(self, index: int, own: int) -> int:
+        """Bytes while a layer runs, forward or backward, whose products use `own` bytes at a time."""
+        own = 0 if self._is_held[index] else max(own, self.kept[index])
+        return self.kept_before(index) + own + self.ahead[index]
+
+    def at_turn(self) -> int:
+        """Bytes between forward and backward. The weight that comes first then is there, unless its layer was freed."""
+        is_there = not self.kept[-1] and not self.is_freed
+        return sum(self.kept) + (self.ahead[-1] if is_there else 0)
+
+
+def forward_moments(
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], weights: DequantizedWeights
+) -> Iterator[BytesByPart]:
+    """What each moment of forward needs beyond the resident parts.
+
+    `ModelBytes` says what is gathered: `kept` stays from forward to backward; `running_layer` is that and the layer
+    that runs; `gathered_end` is what embeddings or head take while they are used; `flat` is the buffer that a unit is
+    gathered into; and `deferred_flat` is such a buffer that outlives its copy.
+
+    Activations grow from layer to layer, so the peak is in one of the last layers. The very last has the most
+    activations, and those before it have more layers gathered ahead. So all of these are counted.
+
+    Args:
+        work: the run that is planned.
+        model: the bytes of its parameters.
+        uses: what each layer takes.
+        weights: the weights that are dequantized at each moment.
+    """
+    ends = work.ends
+    # The model's own code holds the first layer's input until forward ends, whether that layer keeps it or not.
+    held = 0 if uses[0].keeps_input and not uses[0].host else ends.hidden
+    leaving = max(sum(use.host) for use in uses)  # a layer's input and attention's results, on their way to the host
+    always = ends.shared + held + leaving
+    # The embeddings are looked up.
+    yield {
+        "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
+        "activations": ends.lookup,
+        "workspace": WORKSPACE,
+    }
+    # The last layer is copied out of its flat buffer.
+    yield {
+        "gathered": model.running_layer + model.flat(model.gathered_layer),
+        "activations": always + sum(use.saved for use in uses[:-1]) + ends.hidden,
+        "dequantized": weights.kept_before(len(uses) - 1),
+        "workspace": WORKSPACE,
+    }
+    # One of the last layers runs.
+    for num_after in range(min(1 + NUM_AHEAD, len(uses))):
+        index = len(uses) - 1 - num_after
+        # A layer's peak in the trace includes a dequantized weight, which the plan shows as a part of its own.
+        dequantized = min(work.layers[index].largest_weight, uses[index].forward)
+        yield {
+            "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
+            "gathered": model.running_layer + model.ahead_in_forward(num_after),
+            "dequantized": weights.at(index, dequantized),
+            "workspace": WORKSPACE,
+        }
+    # The head is gathered.
+    at_head: BytesByPart = {
+        "activations": always + sum(use.saved for use in uses) + ends.hidden,
+        "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
+        "dequantized": weights.at_turn(),
+        "workspace": WORKSPACE,
+    }
+    yield at_head
+    # The loss is computed.
+    yield {
+        **at_head,
+        "gathered": at_head["gathered"] - model.freed_flat("head"),
+        "loss": ends.loss,
+    }
+
+
+def backward_moments(
+    work: Workload, model: ModelBytes, uses: Sequence[LayerUse], gradients_stay: bool, weights: DequantizedWeights
+) -> Iterator[BytesByPart]:
+    """What each moment of backward needs beyond the resident parts.
+
+    Backward makes whole gradients. FSDP copies a unit's gradients to send them, and the copy lives until the next
+    unit's are ready. Then the rank keeps only its shard of them.
+
+    Args:
+        work: the run that is planned.
+        model: the bytes of its parameters.
+        uses: what each layer takes.
+        gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
+            backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
+        weights: the weights that are dequantized at each moment.
+    """
+    num_copies = 1 if work.uses_fsdp else 0
+    ends = work.ends
+    kept = sum(use.saved for use in uses)  # activations that backward has not used yet
+    # The loss runs backward, and with it a trained head.
+    made = model.trained("head")
+    yield {
+        "activations": ends.shared + max(size for use in uses for size in (0, *use.host[-1:])) + kept,
+        "gathered": model.kept
+        + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
+        + model.ahead_in_backward(len(uses)),
+        "loss": ends.loss_backward,
+        "dequantized": weights.at_turn(),
+        "workspace": WORKSPACE,
+    }
+    reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
+    leaving = made * num_copies  # the copy of the head's gradients that is being sent
+    # While a layer runs backward, an offloaded input of a layer before it comes back already (model/activations.py).
+    returning = [0, *accumulate((sum(use.host[:1]) for use in uses), max)]
+    # Each layer runs backward, the last one first.
+    for index in reversed(range(len(uses))):
+        own = model.layer_adapters[index]  # its whole gradients, which the peak in the trace includes
+        beyond = max(0, uses[index].backward - own)
+        dequantized = min(work.layers[index].largest_weight, beyond)
+        yield {
+            "activations": ends.shared + sum(uses[index].host) + returning[index] + kept + beyond - dequantized,
+            "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
+            "gathered": model.running_layer + model.ahead_in_backward(index),
+            "dequantized": weights.at(index, dequantized),
+            "workspace": WORKSPACE,
+        }
+        kept -= uses[index].saved
+        reduced += model.layer_gradient
+        leaving = 0
+    # The trained parameters of the embeddings and the root get their gradients.
+    tables = model.trained("embeddings") + model.trained("root")
+    embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
+    yield {
+        "activations": ends.shared + max(ends.hidden, ends.lookup_backward - tables),
+        "gradients": (1 + num_copies) * tables + (0 if gradients_stay else reduced),
+        "gathered": model.kept + embedding_bytes,
+        "workspace": WORKSPACE,
+    }

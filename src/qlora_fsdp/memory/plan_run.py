@@ -14,9 +14,8 @@ from qlora_fsdp.common.text import join_words
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.memory.choose_plan import choose, describe_choice, use_spare
+from qlora_fsdp.memory.choose_plan import choose, describe_choice, describe_policies, fixed_policies, use_spare
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.ladders import describe_policies, fixed_policies
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import changes_table, host_line, remarks, speed_text, table
@@ -60,7 +59,7 @@ class RunPlan:
         num_slices: ranks that share each sequence.
         sharding_strategy: how parameters are spread over the ranks.
         reshard_after_forward: whether layers are freed after their forward.
-        reads_peers: whether codes may be read from other GPUs (sharding/peer_codes.py).
+        reads_peers: whether codes may be read from other GPUs (sharding/peer_weights.py).
         fits: whether it fits, by the plan.
         lines: what to tell the user.
         offloaded_bytes: most bytes of a layer's input, and of attention's result, in host memory; 0 without a plan, or

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qlora_fsdp.config.schema import Dtype, Weights
-from qlora_fsdp.memory.choose_plan import Choice
+from qlora_fsdp.memory.choose_plan import Choice, describe_policies
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.ladders import describe_policies
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second, waiting_share
 from qlora_fsdp.memory.suggest import Change, dequantized_once, whole_copies

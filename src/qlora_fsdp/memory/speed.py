@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory.capture import is_captured
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.model_bytes import sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
-from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.memory.workload import Workload, is_captured
 
 PRODUCTS = 0.66  # share of the datasheet's FLOP/s that matrix products reach
 PRODUCTS_FP8 = 0.60  # the same in fp8

@@ -1,4 +1,9 @@
-"""What a plan is made for: a model, the settings of a run, and how its work is spread over ranks."""
+"""What a plan is made for: a model, the settings of a run, and how its work is spread over ranks.
+
+Plan and generation share the numbers of slots that generated texts have. Whether a run records its micro-batches as a
+CUDA graph (training/capture/captured.py) is told as far as the settings show it: a graph keeps its memory while
+evaluations and the optimizer run, and Python takes no time.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,21 @@ from functools import cached_property
 
 from typing_extensions import Unpack
 
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.common.plain_values import STAYS
-from qlora_fsdp.config.schema import Config, EmbeddingStorage
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, Kernel
+from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec, ShardSpec
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize, TracedModel
 
 LayerKey = tuple[int, Policy, bool]  # kind, policy, whether no layer before it is trained
+MAX_SLOTS = 64  # texts that run at the same time
+LENGTH_STEP = 128  # a slot has a multiple of this many tokens
+
+# Beside a graph, this much stays free for the optimizer's step.
+SPARE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ class Workload:
 
     @property
     def reads_peers(self) -> bool:
-        """Whether layers' codes are read from the other GPUs and not gathered by FSDP (sharding/peer_codes.py)."""
+        """Whether layers' codes are read from the other GPUs and not gathered by FSDP (sharding/peer_weights.py)."""
         return self.is_cuda and self.can_read_peers and self.shards.may_read_peers
 
     def read_codes(self, tensors: Iterable[ParameterSize]) -> list[int]:
@@ -136,7 +149,7 @@ class Workload:
         return sorted((tensor.num_rows * tensor.row_bytes for tensor in read), reverse=True)
 
     def reads_end(self, name: str) -> bool:
-        """Whether `embeddings` or `head` are read from the other GPUs (`sharding/peer_ends.py: ends_to_read`)."""
+        """Whether `embeddings` or `head` are read from the other GPUs (`sharding/peer_weights.py: ends_to_read`)."""
         if not self.reads_peers or name not in self.parts.gathered_by_model:
             return False
         if name == "head" and (self.reshards or self.config.quant.embeddings is EmbeddingStorage.int8):
@@ -158,3 +171,66 @@ class Workload:
         """Forward passes per rank and optimizer step."""
         total = self.config.training.global_batch_size
         return 1 if total is None else math.ceil(total / (self.num_groups * self.micro_batch_size))
+
+
+def generation_bytes(work: Workload) -> int:
+    """Bytes that `tracking.num_generations` needs on a GPU while texts are completed; 0 if there are none.
+
+    A model in shards has slots only where memory is left over: it can also compute every token from those before it
+    (training/generations.py).
+    """
+    tracking = work.config.tracking
+    if tracking.num_generations == 0 or work.uses_fsdp:
+        return 0
+    num_slots = min(MAX_SLOTS, next_power_of_two(-(tracking.num_generations // -work.num_ranks)))
+    length = round_up(work.config.training.max_length + tracking.generation_tokens, LENGTH_STEP)
+    return num_slots * length * work.parts.cached_bytes
+
+
+def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
+    """Whether a run that is planned will record its micro-batches."""
+    has_dropout = work.config.lora.lora_dropout > 0
+    reason = why_not_captured(work.modules, work.config.fsdp.cpu_offload, policies, has_dropout)
+    return work.is_cuda and reason is None
+
+
+def check_graph(
+    modules: ModuleSpec, cpu_offload: bool, policies: Sequence[Policy], has_dropout: bool, is_cuda: bool
+) -> None:
+    """Check that a run records its steps if compute.cuda_graph=true asks for it; as `why_not_captured`.
+
+    Raises:
+        ConfigError: it asks, and they can't be recorded.
+    """
+    reason: str | None = "there is no GPU"
+    if is_cuda:
+        reason = why_not_captured(modules, cpu_offload, policies, has_dropout)
+    if modules.compute.cuda_graph is True and reason is not None:
+        problem = problem_about("compute.cuda_graph", True, f"can't be had: {reason}.", "Set compute.cuda_graph=auto.")
+        raise ConfigError([problem])
+
+
+def why_not_captured(
+    modules: ModuleSpec, cpu_offload: bool, policies: Sequence[Policy], has_dropout: bool
+) -> str | None:
+    """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
+
+    Args:
+        modules: what the model is made of.
+        cpu_offload: whether parameters are in host memory.
+        policies: the activation policy of each layer.
+        has_dropout: whether the model draws random numbers.
+    """
+    if modules.compute.cuda_graph is False:
+        return "compute.cuda_graph=false"
+    if modules.num_slices > 1:
+        return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"
+    if cpu_offload or any(policy.offloads for policy in policies):
+        return "what comes from host memory can't be part of it"
+    if modules.kernels.cross_entropy is Kernel.liger:
+        return "kernels.cross_entropy=liger asks the device"
+    if modules.task.computes_reference and modules.lora.start is not None:
+        return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
+    if has_dropout and any(policy.recomputes for policy in policies):
+        return "random numbers can't be drawn again in backward"
+    return None

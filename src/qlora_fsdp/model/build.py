@@ -3,6 +3,8 @@
 The model's config tells transformers which of its classes to make. Every linear layer that is to be quantized is then
 swapped for a `QuantizedLinear`. At the end each parameter is assigned the tensor in the model files that will fill it,
 so that a file that does not fit is found before anything large exists.
+
+In a memory plan one of several transformer layers that are alike stands for the others.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import shorten
@@ -37,7 +40,6 @@ from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
 from qlora_fsdp.layers.recurrent.replace import replace_functions
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
-from qlora_fsdp.model.layer_kinds import share_equal_layers
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.model.swap_layers import (
     choose_format,
@@ -49,8 +51,7 @@ from qlora_fsdp.model.swap_layers import (
     swap_stored_layers,
 )
 from qlora_fsdp.weights.assign import assign, stored_formats
-from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.composed import Stored
+from qlora_fsdp.weights.composed import Assignment, Stored
 from qlora_fsdp.weights.map_keys import map_keys
 from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
@@ -301,3 +302,37 @@ def _swap_layers(
     if quant.embeddings is EmbeddingStorage.int8:
         swap_ends(model, dtype, has_new_head=bool(head))
     return format, notes
+
+
+def share_equal_layers(model: PreTrainedModel) -> None:
+    """Put one module in the place of all layers that are alike: it runs several times then.
+
+    A plan needs no layer twice, and adapting hundreds of modules takes seconds.
+
+    Args:
+        model: on meta, as transformers made it; changed in place, and of no use for training afterwards.
+    """
+    for modules in list(model.modules()):
+        if isinstance(modules, nn.ModuleList) and all(isinstance(m, GradientCheckpointingLayer) for m in modules):
+            kinds: dict[Any, nn.Module] = {}
+            for index, layer in enumerate(modules):
+                modules[index] = kinds.setdefault(kind_of(layer), layer)
+
+
+def kind_of(layer: nn.Module) -> Any:
+    """Equal for layers that are alike: classes, sizes and simple attributes of all modules, but for their position."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in module._parameters.items() if p is not None),
+            tuple((key, value) for key, value in vars(module).items() if _is_simple(key, value)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _is_simple(name: str, value: Any) -> bool:
+    if not isinstance(value, (int, float, str, bool, torch.dtype)):
+        return False
+    return not any(part in name for part in ("idx", "index", "layer_id", "layer_number"))

@@ -10,7 +10,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PretrainedConfig
 
-from qlora_fsdp.common.layer_sizes import head_sizes
+from qlora_fsdp.common.model_figures import head_sizes
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import expert_weight_names

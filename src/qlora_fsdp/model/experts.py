@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.common.layer_sizes import values_by_layer
+from qlora_fsdp.common.model_figures import values_by_layer
 from qlora_fsdp.layers.experts.forward import expert_weight_names, mentions_experts
 from qlora_fsdp.layers.experts.grouped_products import ExpertWeight
 from qlora_fsdp.weights.composed import ComposedTensor

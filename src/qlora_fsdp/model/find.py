@@ -24,7 +24,7 @@ from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_sizes
 from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
-from qlora_fsdp.model.rope import scale_rope
+from qlora_fsdp.model.positions import scale_rope
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 MAX_REASON = 400  # characters of a library's message

@@ -1,10 +1,17 @@
-"""Find a classifier's new head and a multimodal model's text decoder, which get special treatment."""
+"""Find a classifier's new head and a multimodal model's text decoder, which get special treatment.
+
+Find the linear layers that a loss reaches, so that an adapter on them would learn something.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.config.schema import TaskConfig, TaskName
@@ -12,6 +19,8 @@ from qlora_fsdp.data.labels import num_outputs
 from qlora_fsdp.weights.composed import Stored
 
 POOLER = ".pooler"
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_FOR_A_PLACE = re.compile(r"\blayers\.(\d+)\.shared_transformer\..*_adapter_list\.(\d+)\.")
 
 
 def describe_task(config: PretrainedConfig, task: TaskConfig, pad_token_id: int | None) -> None:
@@ -75,3 +84,71 @@ def find_decoder(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
         return None
     name = next(name for name, module in model.named_modules() if module is decoder)
     return (name, decoder) if "." in name else None
+
+
+def general_name(model: PreTrainedModel, name: str) -> str:
+    """A module's name within its decoder and without numbers, the same in a small model of the same class.
+
+    Args:
+        model: a text model, or a multimodal one, whose decoder the small model is made of.
+        name: the full name of one of its modules.
+    """
+    decoder = find_decoder(model)
+    prefix = f"{model.base_model_prefix if decoder is None else decoder[0]}."
+    return _NUMBER.sub(".*", name.removeprefix(prefix))
+
+
+def is_for_another_place(model: PreTrainedModel, name: str) -> bool:
+    """Whether a layer of Zamba 2 is never called where it is.
+
+    A block that several layers share has low-rank layers for each of these, and in each layer calls that one's alone.
+    The weights are shared; the modules, which would have adapters, are not.
+    """
+    found, places = _FOR_A_PLACE.search(name), getattr(model.config, "hybrid_layer_ids", None)
+    return found is not None and places is not None and places[int(found[2])] != int(found[1])
+
+
+class ReachedLinears:
+    """Learns from forwards and backwards of a model which of its linear layers get a gradient.
+
+    Args:
+        model: all of whose parameters require gradients.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        self._reached: set[str] = set()
+        self._names: list[str] = []  # of the layers that returned the tensors of the latest forward
+
+    @contextmanager
+    def outputs(self) -> Iterator[list[Tensor]]:
+        """Collects, while it lasts, what the layers return; the gradients of these tensors are then to be noted."""
+        self._names, tensors = [], list[Tensor]()
+
+        def collect(name: str, output: Any) -> None:
+            found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            tensors.extend(found)
+            self._names += [name] * len(found)
+
+        handles = [
+            module.register_forward_hook(lambda module, inputs, output, name=name: collect(name, output))
+            for name, module in self.linears.items()
+        ]
+        try:
+            yield tensors
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the collected tensors, None for those that the loss does not depend on.
+
+        A gradient of zeros counts too: random weights may make one where trained weights make another.
+        """
+        found = zip(self._names, gradients, strict=True)
+        self._reached |= {general_name(self.model, name) for name, gradient in found if gradient is not None}
+
+    def unreached(self) -> frozenset[str]:
+        """General names of the layers that got no gradient."""
+        return frozenset(general_name(self.model, name) for name in self.linears) - self._reached

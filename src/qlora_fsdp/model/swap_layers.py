@@ -1,12 +1,19 @@
-"""Replace a model's plain layers with quantized ones, while the model is still on the meta device."""
+"""Replace a model's plain layers with quantized ones, while the model is still on the meta device.
+
+It also tells which classes of linear layers compute just what nn.Linear computes, so that they may be quantized and
+adapted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -18,8 +25,10 @@ from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
-from qlora_fsdp.model.linear_classes import computes_linear
-from qlora_fsdp.runtime.hardware import dtype_name
+from qlora_fsdp.runtime.hardware import dtype_name, is_shortage
+
+IN_FEATURES, OUT_FEATURES, NUM_TOKENS = 32, 48, 7
+TOLERANCE = 1e-6  # of the largest output; sums of 32 products in another order differ by less
 
 
 def choose_format(quant: QuantConfig) -> Format | None:
@@ -209,3 +218,29 @@ def _quantized_like(layer: nn.Linear, format: Format, dtype: torch.dtype) -> Qua
     quantized = QuantizedLinear(layer.in_features, layer.out_features, layer.bias is not None, format, dtype)
     quantized.replaces = type(layer)
     return quantized
+
+
+def computes_linear(layer: nn.Linear) -> bool:
+    """Whether a layer computes x W^T + b, and no more, by the forward of its class."""
+    if type(layer) is nn.Linear or isinstance(layer, QuantizedLinear):
+        return True
+    is_plain = set(layer._parameters) == {"weight", "bias"} and not (layer._buffers or layer._modules)
+    return is_plain and _is_linear_class(cast(Any, type(layer)), layer.bias is not None)
+
+
+@cache
+def _is_linear_class(kind: Any, has_bias: bool) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        layer, x = nn.Linear(IN_FEATURES, OUT_FEATURES, has_bias), torch.randn(NUM_TOKENS, 1, IN_FEATURES)
+        expected = F.linear(x, layer.weight, layer.bias)
+        layer.__class__ = kind
+        try:
+            found = layer(x)
+        except Exception as error:  # it needs what its own constructor would have made
+            if is_shortage(error):
+                raise
+            return False
+        if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+            return False
+        return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -16,8 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from qlora_fsdp.common.disk import disk_reason, is_write_error
-from qlora_fsdp.common.files import open_to_append
+from qlora_fsdp.common.files import disk_reason, is_write_error, open_to_append
 from qlora_fsdp.records.run_state import LOCK
 
 log = logging.getLogger("qlora_fsdp")

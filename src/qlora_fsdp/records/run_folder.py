@@ -43,9 +43,16 @@ from typing import Any, TextIO
 
 import torch
 
-from qlora_fsdp.common.disk import disk_reason, is_write_error
 from qlora_fsdp.common.errors import RunFolderError, refuse
-from qlora_fsdp.common.files import open_to_append, remove, remove_leftovers, write_atomically, write_json
+from qlora_fsdp.common.files import (
+    disk_reason,
+    is_write_error,
+    open_to_append,
+    remove,
+    remove_leftovers,
+    write_atomically,
+    write_json,
+)
 from qlora_fsdp.config.reading.compose import to_yaml
 from qlora_fsdp.config.schema import Config, RunConfig
 from qlora_fsdp.records.check_run_folder import check_run_folder, find_obstacle, mark

@@ -1,23 +1,38 @@
 """Writes the report of one run or of several: figures, charts, differences, settings and environment.
 
 It is one page with its style, for light and dark screens.
+
+The sections of a report as HTML: overview, figures, charts, memory, generations, details.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
-from qlora_fsdp.common.text import without_directions
-from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, find_runs, read_jobs
-from qlora_fsdp.report.charts import NUM_COLOURS
-from qlora_fsdp.report.run_files import Run, read_run_files
-from qlora_fsdp.report.sections import charts, details, figures, generations, memory, overview, swept
+from qlora_fsdp.common.text import plural, show_number, without_directions
+from qlora_fsdp.config.identity import plain_default
+from qlora_fsdp.config.settings import all_settings
+from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, RunState, find_runs, read_jobs
+from qlora_fsdp.report.charts import NUM_COLOURS, Series, chart
+from qlora_fsdp.report.run_files import (
+    ENDED_EARLY,
+    Run,
+    describe_data,
+    describe_duration,
+    describe_hardware,
+    describe_model,
+    next_commands,
+    read_run_files,
+)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --soft: #6b6b6b; --rule: #dddddd; --paper: #ffffff; --bad: #b3261e;
@@ -46,6 +61,7 @@ pre { overflow-x: auto; font-size: 13px; margin: .3rem 0; } summary { cursor: po
     f".c{i} {{ stroke: var(--{i}); }} circle.c{i} {{ fill: var(--{i}); }} .key.k{i} {{ background: var(--{i}); }}\n"
     for i in range(NUM_COLOURS)
 )
+NOT_COMPARED = ("run", "launch", "slurm", "tracking", "hub")  # sections that say nothing about how a run trains
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -93,3 +109,265 @@ def _natural(path: Path) -> list[tuple[int, float, str]]:
     """A key that sorts as people expect: r=4 before r=16."""
     parts = re.split(r"(\d+(?:\.\d+)?)", str(path))
     return [(1, float(part), "") if index % 2 else (0, 0.0, part) for index, part in enumerate(parts)]
+
+
+def overview(run: Run) -> str:
+    """The top of a run's own report: what it is, how it went, what there is now, and what to type next."""
+    state = run.state
+    status = state.status
+    if state.step is not None:
+        status += f", {_steps_of_all(state)} steps"
+    rows = {
+        "Status": status,
+        "Time": describe_duration(run),
+        "Model": describe_model(run),
+        "Data": describe_data(run),
+        "Hardware": describe_hardware(run),
+        "Evaluation loss": _before_and_after(run),
+        "Training loss": _training_loss(run),
+    }
+    doubt = run.summary.get("doubt")
+    if isinstance(doubt, str):
+        rows["Note"] = doubt
+    if state.tokens_per_second_per_gpu:
+        rows["Speed"] = f"{state.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    if state.gpu_peak_gib:
+        rows["Memory"] = f"at most {state.gpu_peak_gib:.1f} GiB a GPU in a step"
+    if state.adapter:
+        rows["Adapter"] = str(state.adapter)
+        what_next = "Next"
+    elif state.checkpoint:
+        rows["Checkpoint"] = str(state.checkpoint)
+        what_next = "To go on"
+    else:
+        what_next = "To start again"
+    lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text]
+    commands = "\n".join(next_commands(run))
+    if commands:
+        lines.append(f"<tr><th>{what_next}</th><td><pre>{escape(commands)}</pre></td></tr>")
+    error = f'<p class="bad">{escape(state.error)}</p>' if state.error else ""
+    return f'{error}<table class="facts">{"".join(lines)}</table>'
+
+
+def figures(runs: Sequence[Run]) -> str:
+    """One row per run: the settings that differ, and the results. The lowest loss of several runs is marked."""
+    keys = differing(runs)
+    compared = [run for run in runs if run.state.status not in ENDED_EARLY]
+    has_eval = all(run.state.eval_loss is not None for run in compared)
+    losses = {run.name: run.state.eval_loss if has_eval else run.training_loss for run in compared}
+    finite = [loss for loss in losses.values() if loss is not None and math.isfinite(loss)]
+    lowest = min(finite, default=None) if len(runs) > 1 else None
+    rows = []
+    for run in runs:
+        state = run.state
+        cells = {"run": run.name} | {key: value(run.settings.get(key)) for key in keys}
+        cells |= {
+            "status": state.status,
+            "steps": _steps_of_all(state),
+            "evaluation loss": show_number(state.eval_loss, ".4f"),
+            "training loss": show_number(run.training_loss, ".4f"),
+            "tokens/s/GPU": show_number(state.tokens_per_second_per_gpu, ",.0f"),
+            "peak GiB a GPU": show_number(state.gpu_peak_gib, ".1f"),
+            "ranks": show_number(run.environment.get("num_ranks"), ""),
+            "load s": show_number(run.summary.get("load_seconds"), ".1f"),
+        }
+        if lowest is not None and losses.get(run.name) == lowest:
+            cells["evaluation loss" if has_eval else "training loss"] += " (lowest)"
+        rows.append(cells)
+    names = [name for name in rows[0] if any(cells[name] for cells in rows)]
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = ""
+    for index, cells in enumerate(rows):
+        texts = [escape(cells[name]) for name in names]
+        texts[0] = _key(index) + texts[0]
+        body += "<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>"
+    errors = [f'<p class="bad">{escape(f"{run.name}: {run.state.error}")}</p>' for run in runs if run.state.error]
+    note = "<p>The training loss is the mean over the last 50th of a run's steps.</p>"
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}{"".join(errors)}'
+
+
+def charts(runs: Sequence[Run]) -> str:
+    """The curves of all runs, one chart for each figure. Training and evaluation loss have a chart each."""
+    drawn = [_loss_of_one(runs[0]) if len(runs) == 1 else _loss_of_several(runs)]
+    evaluations = [
+        Series(run.name, [e["step"] for e in run.evaluations], [e["eval_loss"] for e in run.evaluations], index, style)
+        for index, run in enumerate(runs)
+        for style in ("line", "dots")
+    ]
+    drawn.append(chart("Evaluation loss", evaluations))
+    for title, key in (
+        ("Learning rate", "learning_rate"),
+        ("Gradient norm, before clipping", "grad_norm"),
+        ("Rewards, chosen less rejected", "rewards/margins"),
+        ("Pairs whose chosen answer has the higher reward", "rewards/accuracies"),
+        ("Tokens a second a GPU", "tokens_per_second_per_gpu"),
+        ("Peak memory of the GPU, GiB", "gpu_peak_gib"),
+        ("Memory of the host process, GiB", "host_rss_gib"),
+    ):
+        series = [
+            Series(run.name, [s["step"] for s in run.steps], [s.get(key) for s in run.steps], index)
+            for index, run in enumerate(runs)
+        ]
+        drawn.append(chart(title, series))
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def swept(runs: Sequence[Run]) -> str:
+    """The loss of a sweep's runs by each setting that varied, with one dot per run."""
+    has_eval = all(run.state.eval_loss is not None for run in runs if run.state.status == "finished")
+    drawn = []
+    for key in dict.fromkeys(key for run in runs for key in run.swept):
+        names = sorted({run.swept[key] for run in runs if key in run.swept}, key=_order)
+        dots = [
+            Series(
+                run.name,
+                [names.index(run.swept[key])],
+                [run.state.eval_loss if has_eval else run.training_loss],
+                index,
+                "dots",
+            )
+            for index, run in enumerate(runs)
+            if key in run.swept and run.state.status == "finished"
+        ]
+        if len(names) > 1:
+            title = f"{'Evaluation' if has_eval else 'Training'} loss by {key}"
+            drawn.append(chart(title, dots, x_label=key, x_names=names))
+    together = "".join(drawn)
+    return f'<div class="charts">{together}</div>' if together else ""
+
+
+def memory(run: Run) -> str:
+    """The planned memory beside the measured one, phase by phase."""
+    found = run.summary.get("memory") or {}
+    planned = found.get("predicted") or {}
+    measured = found.get("measured") or {}
+    columns = {
+        "planned": planned.get("tensors_gib") or {},
+        "tensors": measured.get("tensors_gib") or {},
+        "reserved by torch": measured.get("reserved_gib") or {},
+    }
+    if not columns["tensors"]:  # nothing was measured, on a CPU or while the run is not over
+        return ""
+    phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
+    rows = [[phase, *(show_number(values.get(phase), ".2f") for values in columns.values())] for phase in phases]
+    libraries = show_number(planned.get("libraries_gib"), ".2f")
+    outside = show_number(measured.get("outside_gib"), ".2f")
+    rows.append(["outside torch", libraries, "", outside])
+    rows.append(["needed in all", show_number(planned.get("needed_gib"), ".2f"), "", ""])
+    return "<h2>Memory of a GPU by phase, GiB</h2>" + _table(["", *columns], rows)
+
+
+def generations(run: Run) -> str:
+    """The model's texts at the first and the last evaluation, beside those in the data."""
+    steps = sorted({row["step"] for row in run.generations})
+    if not steps:
+        return ""
+    first = [line for line in run.generations if line["step"] == steps[0]]
+    last = [line for line in run.generations if line["step"] == steps[-1]]
+    head = ["prompt", f"step {steps[-1]}", "in the data"]
+    rows = [[str(line.get(key, "")) for key in ("prompt", "completion", "reference")] for line in last]
+    if len(steps) > 1:
+        head.insert(1, f"step {steps[0]}")
+        for cells, line in zip(rows, first, strict=False):
+            cells.insert(1, str(line.get("completion", "")))
+        del rows[len(first) :]
+    return "<h2>What the model wrote</h2>" + _table(head, rows, "text")
+
+
+def details(run: Run) -> str:
+    """Settings, environment and summary, as the run folder has them."""
+    parts: list[str] = []
+    changed = {
+        key: found for key, found in run.settings.items() if key not in all_settings() or found != plain_default(key)
+    }
+    for title, text in (
+        ("Settings that are not the defaults", _list_settings(changed)),
+        ("All settings", _list_settings(run.settings)),
+        ("Environment", json.dumps(run.environment, indent=2)),
+        ("Summary", json.dumps(run.summary, indent=2)),
+    ):
+        is_open = " open" if not parts else ""
+        parts.append(f"<details{is_open}><summary>{title}</summary><pre>{escape(text)}</pre></details>")
+    return "<h2>Details</h2>" + "".join(parts)
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings that are not the same in all runs."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] not in NOT_COMPARED)
+    return [key for key in keys if len({value(run.settings.get(key)) for run in runs}) > 1]
+
+
+def value(found: Any) -> str:
+    """A setting's value as text."""
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def _list_settings(settings: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key}={value(found)}" for key, found in settings.items())
+
+
+def _steps_of_all(state: RunState) -> str:
+    """The steps of a run that are done, and how many there will be if that is known."""
+    done = show_number(state.step, ",")
+    return f"{done} of {state.num_steps:,}" if state.num_steps else done
+
+
+def _before_and_after(run: Run) -> str:
+    before = run.initial_eval_loss
+    after = run.state.eval_loss
+    if after is None or not run.evaluations:
+        return show_number(after, ".4f")
+    last = run.evaluations[-1]["step"]
+    if last == 0:
+        return f"{after:.4f} before training"
+    if before is None:
+        return f"{after:.4f} at step {last:,}"
+    return f"{before:.4f} before training, {after:.4f} at step {last:,}"
+
+
+def _training_loss(run: Run) -> str:
+    loss = run.training_loss
+    if loss is None:
+        return ""
+    last = "step" if run.num_averaged == 1 else f"{run.num_averaged} steps, their mean"
+    return f"{loss:.4f} in the last {last}"
+
+
+def _span(run: Run) -> str:
+    return f"mean of {plural(run.span, 'step')}"
+
+
+def _loss_of_one(run: Run) -> str:
+    xs = [line["step"] for line in run.steps]
+    ys = [line["loss"] for line in run.steps]
+    if run.span == 1:
+        return chart("Training loss of each step", [Series("loss", xs, ys)])
+    series = [Series("each step", xs, ys, style="faint"), Series(_span(run), xs, run.smoothed_loss, 1)]
+    return chart("Training loss", series, has_legend=True)
+
+
+def _loss_of_several(runs: Sequence[Run]) -> str:
+    series = [
+        Series(f"{run.name}, {_span(run)}", [line["step"] for line in run.steps], run.smoothed_loss, index)
+        for index, run in enumerate(runs)
+    ]
+    return chart("Training loss, mean over a 50th of the run's steps", series)
+
+
+def _key(index: int) -> str:
+    return f'<span class="key k{index % NUM_COLOURS}"></span>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    lines = ["".join(f"<th>{escape(text)}</th>" for text in head)]
+    lines += ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="{kind}">{body}</table></div>'
+
+
+def _order(text: str) -> tuple[int, float, str]:
+    """A key that sorts numbers by size, and words after them."""
+    try:
+        return 0, float(text), text
+    except ValueError:
+        return 1, 0.0, text

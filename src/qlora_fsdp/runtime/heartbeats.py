@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _world
 
+from qlora_fsdp.common.run_key import seal, unseal
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.runtime.board import Board
-from qlora_fsdp.runtime.messages import seal, unseal
 
 PACKAGE = Path(__file__).parents[1]
 LONGEST_INTERVAL_SECONDS = 5.0

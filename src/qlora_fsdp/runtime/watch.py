@@ -12,11 +12,16 @@ has these keys:
     beat/<rank>  where this rank is (heartbeats.py)
 
 Slowness alone never ends a run. It ends only because a signal came, another rank failed, or another rank was lost.
+
+A `Failure` is what ranks tell one another of why a run ends. `Neighbours` are the ranks' processes.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
+import re
 import signal
 import sys
 import threading
@@ -24,18 +29,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from qlora_fsdp.common import threads
-from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
+from qlora_fsdp.common.errors import Interrupted, RankError, StopNow, UserError, print_error
+from qlora_fsdp.common.run_key import seal, unseal
 from qlora_fsdp.common.startup import is_orphan
-from qlora_fsdp.common.text import printable_lines
-from qlora_fsdp.runtime.failures import Failure, describe_error, find_interrupted, is_lost_contact, reason_of
+from qlora_fsdp.common.text import first_line, printable_lines
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
-from qlora_fsdp.runtime.messages import seal, unseal
-from qlora_fsdp.runtime.neighbours import Neighbours
 from qlora_fsdp.runtime.processes import Processes, stop_processes
 from qlora_fsdp.runtime.signals import StopSignals
 
@@ -44,6 +49,7 @@ ANSWER_SECONDS = 10.0  # how long other ranks get to tell of their failure, or t
 UNWIND_SECONDS = 5.0  # how long the main thread gets to notice by itself; torchrun kills 30 s after its SIGTERM
 STOP_SECONDS = 5.0  # how long a call to the store gets to return
 CLEAN_UP_SECONDS = 20.0  # how long it then gets to close what is open
+OF_GLOO = ("gloo", "Application timeout caused pair closure")  # most errors begin with the place in its source
 
 
 @contextmanager
@@ -301,3 +307,90 @@ class Watch:
             with suppress(Exception):  # nothing that goes wrong here may end a healthy run
                 if lost := self.heartbeats.exchange(self.neighbours.cpu_seconds):
                     self._tell_of(lost, "does not answer")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why a run ends.
+
+    Attributes:
+        rank: the rank that tells of it.
+        text: the message.
+        exit_code: the exit code of every rank.
+        is_of_others: whether the message is about other ranks, which could not tell of it themselves.
+        lost: ranks that are not there to print the message.
+    """
+
+    rank: int
+    text: str
+    exit_code: int
+    is_of_others: bool = False
+    lost: list[int] = field(default_factory=list)
+
+
+def find_interrupted(error: BaseException | None) -> Interrupted | StopNow | None:
+    """The signal behind an error, if any: a library that a signal interrupts may raise an error of its own."""
+    while error is not None and not isinstance(error, Interrupted | StopNow):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or late."""
+    text = str(error)
+    is_of_gloo = isinstance(error, RuntimeError) and any(mark in text for mark in OF_GLOO)
+    return (isinstance(error, dist.DistError) or is_of_gloo) and os.strerror(errno.EMFILE) not in text
+
+
+def describe_error(error: BaseException) -> str:
+    """The message of an error for the other ranks."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {reason_of(error)}. Its traceback is in the output of this rank."
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error's text, without gloo's place in its source."""
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).rstrip(".")
+
+
+class Neighbours:
+    """Where each rank's process runs; those of this host can be looked at. All ranks take part in making it."""
+
+    def __init__(self, processes: Processes) -> None:
+        host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)  # ids of processes hold in one namespace
+        self._places = processes.gather((host, os.getpid()), tuple[tuple[str, int], int])
+        self._here = {
+            rank: psutil.Process(pid)
+            for rank, (where, pid) in enumerate(self._places)
+            if where == host and rank != processes.rank
+        }
+
+    def gone(self) -> list[int]:
+        """Ranks of this host whose process has ended."""
+        return [rank for rank, process in self._here.items() if _state(process) in (None, psutil.STATUS_ZOMBIE)]
+
+    def describe(self, rank: int) -> str:
+        """A rank's process for a message: its id, its host, and its state where that can be seen."""
+        (host, _), pid = self._places[rank]
+        state = _state(self._here[rank]) if rank in self._here else None
+        return f"process {pid} on {host}" + ("" if state in (None, psutil.STATUS_ZOMBIE) else f" (it is {state})")
+
+    def cpu_seconds(self) -> list[float]:
+        """Processor time of each rank's process, by rank; 0 for this rank and those of other hosts."""
+        return [_cpu_seconds(self._here[rank]) if rank in self._here else 0.0 for rank in range(len(self._places))]
+
+
+def _state(process: psutil.Process) -> str | None:
+    try:
+        return str(process.status()) if process.is_running() else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0

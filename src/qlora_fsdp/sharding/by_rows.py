@@ -38,9 +38,9 @@ from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter
 from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names, experts_forward
-from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
-from qlora_fsdp.layers.quantized.own_rows import fill_parts, own_parts
-from qlora_fsdp.model.linear_classes import computes_linear
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.linear import fill_parts, own_parts
+from qlora_fsdp.model.swap_layers import computes_linear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered, without_hooks
 from qlora_fsdp.runtime.processes import Processes

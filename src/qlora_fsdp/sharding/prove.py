@@ -24,7 +24,7 @@ from qlora_fsdp.common.text import list_some
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
-from qlora_fsdp.sharding.peer_ends import ReadRows, rows_between
+from qlora_fsdp.sharding.peer_weights import ReadRows, rows_between
 from qlora_fsdp.sharding.shard import modules_of_unit
 
 

@@ -11,7 +11,7 @@ Frozen embeddings and a frozen head are sharded like the others, but FSDP does n
 (model/tasks/causal_lm.py), because it needs one buffer for that where FSDP needs two.
 
 The codes of quantized weights in layers are gathered in another way than the rest where GPUs can read one another's
-memory (peer_codes.py).
+memory (peer_weights.py).
 
 FSDP is not used if every rank holds all parameters (one GPU, or NO_SHARD) on its GPU. It would copy each layer before
 using it, and its hooks would cost the host a third of a short step. Ranks that hold whole copies sum their gradients at

@@ -3,6 +3,10 @@
 Each class stands for the autograd function of the same purpose in liger_kernel/ops (0.8): it saves what that one saves,
 reads and writes what that one does, and writes in place where that one does. This project's own kernels need no such
 description (layers/kernels/launch.py).
+
+Liger's kernels by family (`LIGER_KERNELS`) are what this program knows of families of models. A family that is missing
+still trains, with fewer of these kernels. Whether rows are packed is no matter of families (model/trials/packing.py
+tries it), nor is the memory plan (tracing/).
 """
 
 from __future__ import annotations
@@ -22,6 +26,41 @@ from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.layers import head_loss
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.norm import is_rms_norm
+
+# The settings of `kernels` for which Liger has kernels, by the `model_type` of the model's config. A plan is made on
+# hosts without Liger too; a run asks the package itself, and a test compares the two.
+_ALL = ("rms_norm", "rotary", "glu")
+_WITHOUT_ROTARY = ("rms_norm", "glu")
+LIGER_KERNELS = {
+    "deepseek_v2": _WITHOUT_ROTARY,
+    "deepseek_v3": _WITHOUT_ROTARY,
+    "deepseek_v4": ("rms_norm",),
+    "exaone4": _ALL,
+    "falcon_h1": _ALL,
+    "gemma": _ALL,
+    "gemma2": _ALL,
+    "gemma3_text": _ALL,
+    "gemma4_text": _WITHOUT_ROTARY,
+    "glm4": _WITHOUT_ROTARY,
+    "gpt_oss": ("rms_norm", "rotary"),
+    "granite": _ALL,
+    "hunyuan_v1_dense": _ALL,
+    "hunyuan_v1_moe": _ALL,
+    "llama": _ALL,
+    "llama4_text": _ALL,
+    "ministral": _ALL,
+    "mistral": _ALL,
+    "mixtral": _ALL,
+    "olmo2": _ALL,
+    "olmo3": _ALL,
+    "phi3": _ALL,
+    "qwen2": _ALL,
+    "qwen3": _ALL,
+    "qwen3_5_text": _WITHOUT_ROTARY,
+    "qwen3_moe": _ALL,
+    "qwen3_next": _WITHOUT_ROTARY,
+    "smollm3": _ALL,
+}
 
 
 def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:

@@ -18,8 +18,8 @@ from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, read_license
 from qlora_fsdp.model.adapters.serving import Serving, find_serving, settings_of
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.train_result import TrainResult
 
 SHOWN = (  # settings, where they are not off
     "lora.r",

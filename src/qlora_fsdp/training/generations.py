@@ -16,7 +16,7 @@ from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.decoding.completer import Completer, NoRoom, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
 from qlora_fsdp.decoding.trial import why_not_in_slots
-from qlora_fsdp.memory.generation import MAX_SLOTS
+from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes

@@ -24,15 +24,13 @@ from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.streams.stream import open_stream
 from qlora_fsdp.layers.rewire import use_tiles
-from qlora_fsdp.memory.capture import check_graph
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
-from qlora_fsdp.model.activations import MemoryFallback, has_dropout, set_activation_policy
+from qlora_fsdp.memory.workload import check_graph
+from qlora_fsdp.model.activations import InputOffload, MemoryFallback, has_dropout, set_activation_policy
 from qlora_fsdp.model.adapters.apply import trainable_names
 from qlora_fsdp.model.adapters.read import SavedAdapter
-from qlora_fsdp.model.assemble import AssembledModel, share_sequences
-from qlora_fsdp.model.base_files import describe_base, describe_layers
+from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers, share_sequences
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops
-from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.tasks.classifier import Classifier

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.cache_folder import find_cache
 from qlora_fsdp.common.files import replacing
+from qlora_fsdp.common.foreign_files import find_cache
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.batch import collate, micro_batch_indices

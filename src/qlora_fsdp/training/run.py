@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,31 +14,32 @@ from typing import Any
 
 import peft
 import torch
+from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import HubError, refuse
+from qlora_fsdp.common.errors import ConfigError, HubError, Problem, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.reading.commands import saved_settings
-from qlora_fsdp.config.schema import Config, HubConfig, Weights
+from qlora_fsdp.config.schema import Config, Hosts, HubConfig, Weights
+from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.settle import ModelSpec
+from qlora_fsdp.records.journal import note_missing_key
 from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
 from qlora_fsdp.records.run_state import REPORT_FILE
 from qlora_fsdp.records.run_summary import RunSummary, describe_end
-from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.records.upload import prepare_repo, push_result
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes
-from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch, ending_together
 from qlora_fsdp.sharding.materialize import materialize
 from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, verify_files
@@ -55,9 +58,17 @@ from qlora_fsdp.training.describe_adapter import serving_of
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
-from qlora_fsdp.training.same_settings import check_same_settings
 from qlora_fsdp.training.start_adapter import open_start
 from qlora_fsdp.training.train_adapter import AdapterSettings, train_adapter
+
+# Libraries read these when they start: cuBLAS with its first handle, NCCL with its first communicator.
+VARIABLES: Mapping[str, str] = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+_NO_KERNEL = re.compile(r"^(\S+) does not have a deterministic implementation")
+_FIX = "Type the same command on every host, with the same files of settings and variables."
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -280,3 +291,66 @@ def _complete(world: World, processes: Processes) -> World:
     has_bf16 = has_bfloat16(processes.device)
     has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)
     return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16, has_fp8=has_fp8)
+
+
+@contextmanager
+def repeatable(wanted: bool) -> Iterator[None]:
+    """A context in which GPUs add in one order, if that is wanted. To be entered before a GPU computes anything.
+
+    Raises:
+        ConfigError: torch has no deterministic kernel for something that the run computes.
+    """
+    if not wanted:
+        yield
+        return
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    deterministic: Any = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
+    # torch would fill every new tensor, in case that somebody reads it before it is written. That takes time.
+    deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := _NO_KERNEL.match(str(error))) is None:
+            raise
+        reason = f"can't be kept: torch has no deterministic kernel for {found[1]}, which this model needs."
+        fix = "Set training.deterministic=false, or model to another one."
+        raise ConfigError([Problem("training.deterministic=true", reason, fix)]) from error
+    finally:
+        torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = fills
+
+
+def check_same_settings(recorded: Mapping[str, Any], processes: Processes) -> None:
+    """Compares the settings of all ranks with those of rank 0. Every rank calls this.
+
+    Args:
+        recorded: this rank's settings by their keys, as the files of a run have them.
+        processes: all ranks take part.
+
+    Raises:
+        ConfigError: some differ; the same on every rank. Holds every one of them.
+    """
+    first, *others = processes.gather(dict(recorded), dict[str, Any])
+    problems: dict[str, Problem] = {}
+    for rank, settings in enumerate(others, start=1):
+        for key, value in settings.items():
+            if key not in problems and _differs(key, value, first.get(key)):
+                reason = f"on rank {rank} contradicts {show(key, first.get(key))} on rank 0."
+                problems[key] = Problem(show(key, value), reason, _FIX, key)
+    refuse(problems.values())
+
+
+def _differs(key: str, value: Any, first: Any) -> bool:
+    """Whether a value makes another run than rank 0's. A place may have another name, but is set on all or on none."""
+    match all_settings()[key].facets.hosts:
+        case Hosts.first:
+            return False
+        case Hosts.place:
+            return bool(value) != bool(first)
+        case Hosts.same:
+            return bool(value != first)
+        case unknown:
+            assert_never(unknown)

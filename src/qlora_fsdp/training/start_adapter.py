@@ -16,10 +16,8 @@ from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters.read import BASE_FIX, SavedAdapter
-from qlora_fsdp.model.assemble import AssembledModel, assemble
-from qlora_fsdp.model.base_files import check_base
-from qlora_fsdp.model.chat_rows import check_chat_rows
-from qlora_fsdp.model.run_tokenizer import tokenizer_folder
+from qlora_fsdp.model.assemble import AssembledModel, assemble, check_base
+from qlora_fsdp.model.run_tokenizer import check_chat_rows, tokenizer_folder
 from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import START_FOLDER

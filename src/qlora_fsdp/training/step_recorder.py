@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from qlora_fsdp.common.text import finite_or_none
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.runtime.hardware import host_rss_gib, peak_flops
-from qlora_fsdp.runtime.moment import Moment
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import GlobalBatch
 from qlora_fsdp.training.memory_use import PhasePeaks
@@ -132,3 +133,25 @@ class StepRecorder:
     def step_gpu_peak_gib(self) -> float | None:
         """The most memory that tensors took in any step; None on a CPU."""
         return self.peaks.peak_gib(*STEP_PHASES)
+
+
+class Moment:
+    """The time at which the device is done with all that is queued now.
+
+    Queued work is done later than it is queued, by up to a step where the host runs ahead. So a GPU notes the time
+    itself, by a CUDA event in the current stream. On a CPU, which queues nothing, it is the host's time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_seconds = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Seconds between an earlier moment of the same device and this one. A host that is ahead of it waits."""
+        if self._event is None or earlier._event is None:
+            return self._host_seconds - earlier._host_seconds
+        self._event.synchronize()
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000

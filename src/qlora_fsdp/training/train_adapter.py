@@ -28,12 +28,11 @@ from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
-from qlora_fsdp.training.loop import train
+from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.optim import LocalOptimizer, find_faster, make_optimizer
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
-from qlora_fsdp.training.train_result import TrainResult
 
 
 @dataclass(frozen=True)

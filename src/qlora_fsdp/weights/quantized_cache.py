@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.files import digest_files, remove, remove_leftovers, replacing
+from qlora_fsdp.common.foreign_files import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.layers import Format, QuantizedLinear
@@ -32,7 +32,7 @@ from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.assign import match_quantized
-from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, fingerprint_files, read_headers
 from qlora_fsdp.weights.stored_quantization import int8_state_names, weight_shape

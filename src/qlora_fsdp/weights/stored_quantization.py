@@ -1,7 +1,7 @@
 """What bitsandbytes writes beside a quantized weight, compared with what the layer expects.
 
 The files may come from anywhere, and codes are bytes of any meaning: whatever is not compared here would load without
-a word, and compute something else. Whether the scales are finite is seen while they are read (finite.py).
+a word, and compute something else. Whether the scales are finite is seen while they are read (row_reader.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.common.quantized_shapes import QuantType
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLayer
-from qlora_fsdp.layers.quantized.format import STORAGE_DTYPES, code_book, dynamic_map
+from qlora_fsdp.layers.quantized.format import STORAGE_DTYPES, QuantType, code_book, dynamic_map
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # Names of what lies beside a quantized weight; the group is the weight's name, or for int8 the module's.

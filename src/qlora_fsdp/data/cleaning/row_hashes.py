@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.cache_folder import check_owner, find_cache
 from qlora_fsdp.common.files import replacing
+from qlora_fsdp.common.foreign_files import check_owner, find_cache
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.answers import JudgedRows, PairedRows
 from qlora_fsdp.data.mix import MixedRows

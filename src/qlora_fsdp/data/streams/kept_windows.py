@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from qlora_fsdp.common.disk import disk_reason, is_write_error
-from qlora_fsdp.common.files import create, remove, replacing
+from qlora_fsdp.common.files import create, disk_reason, is_write_error, remove, replacing
 from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.data.chats.told import TOLD

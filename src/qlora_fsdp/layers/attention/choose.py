@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.layer_sizes import HeadSizes, head_sizes
+from qlora_fsdp.common.model_figures import HeadSizes, head_sizes
 from qlora_fsdp.layers.attention import flash_attention_4 as flash_4
 from qlora_fsdp.layers.attention import varlen, wide
 

@@ -26,10 +26,22 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter, ExpertMatrix
-from qlora_fsdp.layers.experts.gate import Activation
-from qlora_fsdp.layers.experts.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
-from qlora_fsdp.layers.experts.row_order import ActivationBackward, RowOrder, activate, combine, gather, sort_rows
-from qlora_fsdp.layers.experts.weights import QuantizedExpertWeight
+from qlora_fsdp.layers.experts.grouped_products import (
+    ExpertWeight,
+    QuantizedExpertWeight,
+    beside_low_rank,
+    product,
+    with_low_rank,
+)
+from qlora_fsdp.layers.experts.row_order import (
+    Activation,
+    ActivationBackward,
+    RowOrder,
+    activate,
+    combine,
+    gather,
+    sort_rows,
+)
 from qlora_fsdp.layers.tiles import Tiles, in_tiles
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"

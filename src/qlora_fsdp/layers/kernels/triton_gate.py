@@ -1,4 +1,4 @@
-"""Triton kernel of the gated activation between LoRA layers (layers/gated_activation.py). Imported on GPUs only."""
+"""Triton kernel of the gated activation between LoRA layers (layers/mlp.py). Imported on GPUs only."""
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

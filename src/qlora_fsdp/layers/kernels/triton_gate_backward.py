@@ -1,4 +1,4 @@
-"""Triton kernels of the gated activation's backward (layers/gated_activation.py). Imported on GPUs only.
+"""Triton kernels of the gated activation's backward (layers/mlp.py). Imported on GPUs only.
 
 Both read the tensors of the MLP's width once, and write the gradients of gate and up over their values. For small ranks
 a program goes down a few columns, through many rows, and adds up the gradients of the adapters' own matrices in

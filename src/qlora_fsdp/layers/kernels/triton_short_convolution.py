@@ -1,4 +1,4 @@
-"""Triton kernels of a short causal convolution along tokens, each channel by itself (layers/recurrent/convolution.py).
+"""Triton kernels of a short causal convolution along tokens, each channel by itself (layers/recurrent/replace.py).
 
 A program goes from token to token, with the last ones in registers, so that each value is read once.
 """

@@ -9,7 +9,7 @@ A weight W of `out_features` x `in_features` becomes two or three tensors. Ranks
     nested_scales  with double quantization only: float32 [groups + 1]. The absmax of each 256 scales in row-major
                    order, and last the mean that was subtracted from all scales
 
-common/quantized_shapes.py computes these shapes for the layers and for the memory plan.
+layers/quantized/format.py computes these shapes for the layers and for the memory plan.
 
 The bytes are those that bitsandbytes makes of the same tensor: `quantize_4bit`, `quantize_blockwise` and
 `int8_vectorwise_quant`. Because `in_features` is a multiple of the block size, a 4-bit block lies within a row, and a
@@ -23,13 +23,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
-from qlora_fsdp.common.quantized_shapes import QuantType, is_4bit, stored_parts
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
 from qlora_fsdp.layers.kernels.launch import moves
@@ -39,6 +39,7 @@ MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
 # In which bitsandbytes writes codes: its bnb_4bit_quant_storage. Here they are kept and gathered in bfloat16, which
 # every supported torch shards.
 STORAGE_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+QuantType = Literal["nf4", "fp4", "int8"]
 
 
 @dataclass(frozen=True)
@@ -252,3 +253,54 @@ def dynamic_map(device: torch.device) -> Tensor:
     """bitsandbytes' code book for quantized scales: float32 [256] (arXiv:2110.02861, section 2.1)."""
     code_book: Tensor = bnb.create_dynamic_map()
     return code_book.to(device)
+
+
+class StoredPart(NamedTuple):
+    """One of the tensors that stand for a quantized weight.
+
+    Attributes:
+        shape: its first dimension is the one that ranks split.
+        is_packed: whether it holds raw bytes, in elements of the storage dtype; if not, it is float32.
+    """
+
+    shape: tuple[int, ...]
+    is_packed: bool
+
+
+def is_4bit(quant_type: QuantType) -> bool:
+    """Whether two weights share a byte and each block of a row has its own scale; int8 has one scale per row."""
+    match quant_type:
+        case "nf4" | "fp4":
+            return True
+        case "int8":
+            return False
+        case _:
+            assert_never(quant_type)
+
+
+def stored_parts(
+    quant_type: QuantType, double_quant: bool, blocksize: int, storage_bytes: int, out_features: int, in_features: int
+) -> dict[str, StoredPart]:
+    """Name and shape of every tensor that stands for a weight [out_features, in_features].
+
+    Args:
+        quant_type: code book of the codes.
+        double_quant: 4-bit only: the scales are quantized too.
+        blocksize: 4-bit only: weights that share a scale.
+        storage_bytes: bytes of one element of the storage dtype, which holds the packed parts.
+        out_features: rows of the weight.
+        in_features: columns of the weight; a multiple of `blocksize` for 4-bit types.
+    """
+
+    def packed(row_bytes: int) -> StoredPart:
+        return StoredPart((out_features, -(row_bytes // -storage_bytes)), is_packed=True)  # the last may be padded
+
+    if not is_4bit(quant_type):
+        return {"codes": packed(in_features), "scales": StoredPart((out_features,), is_packed=False)}
+    codes = packed(in_features // 2)
+    num_blocks = in_features // blocksize
+    if not double_quant:
+        return {"codes": codes, "scales": StoredPart((out_features, num_blocks), is_packed=False)}
+    num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)
+    nested_scales = StoredPart((num_groups + 1,), is_packed=False)  # the last is the mean of all scales
+    return {"codes": codes, "scales": packed(num_blocks), "nested_scales": nested_scales}

@@ -8,7 +8,7 @@ goes by with that. In a graph three things may be different, and none changes a 
   left than there are multiprocessors, and so do the small kernels between two products. So the next weight is
   dequantized on a second stream of lower priority: its kernels take what the first stream leaves.
 - Where memory would be left over, the weights of the last layers stay as they are until backward has used them. Each
-  of them takes two bytes a parameter for that time (memory/moments.py), and is dequantized once in a micro-batch.
+  of them takes two bytes a parameter for that time (memory/plan.py), and is dequantized once in a micro-batch.
 - Or they stay until the run ends, and are dequantized once in all (`memory.keep_dequantized=run`). A graph never gives
   its memory back, so a run at its peak needs hardly more for that.
 

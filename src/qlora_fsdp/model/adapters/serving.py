@@ -25,8 +25,7 @@ from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.experts import expert_weights, is_apart
-from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.composed import ComposedTensor, Stored
+from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored
 
 BASE_LAYER = ".base_layer"  # what PEFT adds to the name of a layer below its adapter
 

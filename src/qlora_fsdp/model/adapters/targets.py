@@ -1,8 +1,8 @@
 """Find what gets an adapter: linear layers, and the weights of fused experts.
 
 `all-linear` means every linear layer that an adapter can be trained on. Left out are those that no gradient reaches
-(model/reached.py), those for which PEFT has no adapters, and those whose class computes more than a product
-(model/linear_classes.py).
+(model/parts.py), those for which PEFT has no adapters, and those whose class computes more than a product
+(model/swap_layers.py).
 
 In a model without experts PEFT itself finds the layers that `lora.target_modules` name. In a model with experts or a
 router this module finds them, for two reasons. First, PEFT takes names such as `gate_proj` for those that experts had
@@ -31,9 +31,8 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
-from qlora_fsdp.model.linear_classes import computes_linear
-from qlora_fsdp.model.parts import find_decoder
-from qlora_fsdp.model.reached import general_name, is_for_another_place
+from qlora_fsdp.model.parts import find_decoder, general_name, is_for_another_place
+from qlora_fsdp.model.swap_layers import computes_linear
 
 WITHOUT_EXPERTS = "or set lora.experts=false"
 MAX_LISTED = 10  # names that fit nothing

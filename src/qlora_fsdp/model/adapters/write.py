@@ -18,17 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
-from qlora_fsdp.common.files import remove_leftovers, replacing
+from qlora_fsdp.common.files import remove_leftovers, replacing, write_elsewhere
 from qlora_fsdp.common.hub import LOCAL_BASE, loadable_name
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, SETTINGS_FILE
 from qlora_fsdp.config.adapter.adapter_tables import PREFIX
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters.model_card import CardFacts, make_card
+from qlora_fsdp.model.adapters.model_card import CardFacts, describe_usage, is_classifier, make_card
 from qlora_fsdp.model.adapters.read import adapter_parameters
-from qlora_fsdp.model.adapters.usage import describe_usage, is_classifier
-from qlora_fsdp.model.reached import general_name
+from qlora_fsdp.model.parts import general_name
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.runtime.processes import Processes

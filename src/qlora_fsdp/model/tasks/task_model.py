@@ -27,7 +27,7 @@ class TaskModel(nn.Module):
             embeddings and head are FSDP units of their own. None if the model makes logits, or has none.
         gathered_by_model: those of these two units that the model gathers itself, where forward uses them
             (`gather_whole`).
-        embedding_tables: the embeddings' parameters, if their rows are read from other ranks (sharding/peer_ends.py).
+        embedding_tables: the embeddings' parameters, if their rows are read from others (sharding/peer_weights.py).
         sums_gradients: the last value given to `shard.set_gradient_sync`.
         looks_ahead: whether `look_ahead` must be called before the losses of a step's or an evaluation's batches.
         figure_names: what the task tells besides the loss.

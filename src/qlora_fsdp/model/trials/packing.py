@@ -25,27 +25,53 @@ attention may not run. What is proven depends on that:
 - What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
 
 Rank 0 decides, and all ranks get its verdict. What can't be tried is padded, which is right for any model.
+
+Compute padded rows with a small classifier whose attention gets no mask, and each of them alone, and compare.
+
+A decoder's tokens see what comes before them, and padding comes last: so attention that is told nothing of padding, as
+`varlen` is, computes the rows of a decoder's classifier too. An encoder's tokens see the padding. Which of the two a
+class is, this trial finds out as row_trial.py does for packed rows: the reference is stock transformers with eager
+attention, one row at a time and without padding.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
+from qlora_fsdp.common.text import name_error
 from qlora_fsdp.config.schema import Dtype, TaskConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.recurrent.packages import compute_by_packages, compute_by_torch, installed_packages
 from qlora_fsdp.model.build import AUTO_CLASSES
-from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.trials.attention_by_starts import BY_SEQUENCES, BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.trials.kernel_trial import KernelVerdict, try_kernels
-from qlora_fsdp.model.trials.padding_trial import why_mask_is_needed
-from qlora_fsdp.model.trials.row_trial import CPU, RowTrial, import_model_file
+from qlora_fsdp.model.trials.row_trial import (
+    CPU,
+    FIRST_TOKEN,
+    Result,
+    RowTrial,
+    compute_alone,
+    embedded_by,
+    import_model_file,
+    largest_difference,
+    raise_shortage,
+    stock,
+    weights_of,
+)
 from qlora_fsdp.runtime.processes import Processes
+
+NUM_LABELS = 3
+PAD = FIRST_TOKEN - 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +101,7 @@ class Traits:
         transform: what makes the logits of the head's output; None if they are made in another way.
         why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model for its
             task; None if they do, or if it was not asked.
-        unreached: linear layers that got no gradient, by their `general_name` (model/reached.py).
+        unreached: linear layers that got no gradient, by their `general_name` (model/parts.py).
         why_not_causal: why the model can't learn to predict the next token; None if it can, or if it was not asked.
         why_not_sliced: why ranks can't share sequences of this model; None if they can, or if it was not asked.
         recurrent_by: what computes its layers that carry a state, for the log; None if it has none.
@@ -290,3 +316,44 @@ def _stand_in(attention: str) -> str:
     if attention in ("eager", "sdpa"):
         return attention
     return "sdpa" if attention == "flex_attention" else BY_STARTS_CAPPED
+
+
+def why_mask_is_needed(trial: RowTrial, auto_class: Any) -> str | None:
+    """Why attention without a mask does not compute a classifier's padded rows; None if it does.
+
+    Args:
+        trial: gives the small model's config, weights and rows.
+        auto_class: transformers' class for the task, e.g. `AutoModelForSequenceClassification`.
+    """
+    if trial.error is not None:
+        return trial.error
+    config = deepcopy(trial.small)
+    config.num_labels, config.pad_token_id = NUM_LABELS, PAD
+    try:
+        with stock():
+            alone = compute_alone(trial.build("eager", config, auto_class), trial.rows)
+            padded = _compute_padded(trial.build(BY_SEQUENCES, config, auto_class), trial.rows)
+    except Exception as error:  # classes and configs are transformers', or come with a model
+        raise_shortage(error)
+        return f"padded rows can't be computed without a mask ({name_error(error)})"
+    of_logits, of_gradients = trial.tolerances
+    for what, tolerance, found, expected in (
+        ("logits", of_logits, padded.logits, alone.logits),
+        ("gradients", of_gradients, padded.gradients, alone.gradients),
+    ):
+        difference = largest_difference(found, expected)
+        if not difference <= tolerance:
+            return f"tokens see the padding (without a mask, {what} change by {difference:.1g} of the largest)"
+    return None
+
+
+def _compute_padded(model: PreTrainedModel, rows: list[Tensor]) -> Result:
+    """All rows in one batch, as training computes them."""
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=PAD).to(model.device)
+    with embedded_by(model) as embedded:
+        found = model(input_ids=input_ids, attention_mask=(input_ids != PAD).long()).logits
+    outputs = [each if each.ndim == 1 else each[: len(row)] for each, row in zip(found, rows, strict=True)]
+    total = sum((output * weights_of(index, output)).sum() for index, output in enumerate(outputs))
+    gradient = torch.autograd.grad(total, embedded)[0]
+    gradients = [each[: len(row)] for each, row in zip(gradient, rows, strict=True)]
+    return Result([output.detach() for output in outputs], gradients)

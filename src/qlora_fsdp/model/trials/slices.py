@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.common.layer_sizes import head_sizes
+from qlora_fsdp.common.model_figures import head_sizes
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, why_not_by_starts
 from qlora_fsdp.layers.attention.sliced import check_heads

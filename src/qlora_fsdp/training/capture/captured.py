@@ -42,17 +42,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.quantized.weight_reader import WeightReader
-from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.memory.workload import SPARE_BYTES, why_not_captured
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.runtime.cuda_graphs import record_graph
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.sharding.shard import set_gradient_sync
-from qlora_fsdp.training.capture.batch_key import Key, with_room
 from qlora_fsdp.training.capture.graphs import Graphs, Recorded
-from qlora_fsdp.training.capture.passes import EagerPasses, Passes
+from qlora_fsdp.training.capture.passes import EagerPasses, Key, Passes, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.prepare import Prepared
 

@@ -33,7 +33,7 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.runtime.cuda_graphs import NotRecorded, free_graphs
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.capture.batch_key import Key, fill
+from qlora_fsdp.training.capture.passes import Key, fill
 
 NUM_TOLD = 4  # graphs of a kind; padded sequences may have some fifty lengths
 log = logging.getLogger("qlora_fsdp")

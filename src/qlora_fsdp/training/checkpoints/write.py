@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qlora_fsdp.common.disk import disk_reason, is_write_error
-from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.common.files import digest_file, disk_reason, is_write_error
 from qlora_fsdp.common.sizes import SLAB_BYTES, round_up
 from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.records.run_state import MANIFEST
