@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # documented there, not exported
     FileStore,
     HashStore,
-    TCPStore,  # type: ignore[attr-defined]  # documented there, not exported
+    TCPStore,
 )
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
