@@ -239,7 +239,9 @@ def _tokenize(
         )
     found = []
     for number, row in enumerate(rows, start=1):
-        place, own, tools = f"row {number}", row.get("system") or system, row.get("tools")
+        place = f"row {number}"
+        own = row.get("system") or system
+        tools = row.get("tools")
         if isinstance(row.get("prompt"), str):
             found.append(style_tokens(style, tokenizer, row["prompt"], place, own, tools))
         else:

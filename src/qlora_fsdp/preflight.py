@@ -292,7 +292,11 @@ def _doubts(work: Workload, num_tokens: float, source: str) -> list[str]:
 
 
 def _duration(hours: float) -> str:
-    return f"{format(hours, ',.0f' if hours >= 10 else '.2g')} hours" if hours >= 1 else show_duration(3600 * hours)
+    if hours >= 10:
+        return f"{hours:,.0f} hours"
+    if hours >= 1:
+        return f"{hours:.2g} hours"
+    return show_duration(3600 * hours)
 
 
 def _name(model: ModelConfig) -> str:

@@ -49,14 +49,19 @@ def show_status(folders: Sequence[Path]) -> str:
     found = list(dict.fromkeys(run for folder in folders for run in [*find_runs(folder), *_planned(folder)]))
     if not found:
         raise LaunchError(f"No run is in {', '.join(map(str, folders))}. Name a run.folder, or a folder above some.")
-    root, queue, rows, reasons = Path(os.path.commonpath(folders)), dict[str, str](), [], []
+    root = Path(os.path.commonpath(folders))
+    queue = dict[str, str]()
+    rows = []
+    reasons = []
     job_ids = {run: read_job_id(run) for run in found}
     try:
         queue = slurm_queue(seconds=SLURM_SECONDS) if any(job_ids.values()) else {}
     except LaunchError as error:  # the folders can be read whether SLURM answers or not
         reasons.append(f"Which jobs wait in SLURM's queue is not known. {error}")
     for run in found:
-        state, job_id, name = read_run(run), job_ids[run], _name(run, root)
+        state = read_run(run)
+        job_id = job_ids[run]
+        name = _name(run, root)
         status = _in_queue(queue.get(job_id, ""), state.status)
         rows.append(_row(name, state, status or _told(state), job_id))
         reason = None if status else state.error or _reason(state)
@@ -92,7 +97,9 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
         age = state.checkpoint_age_seconds
         ago = "" if age is None else f", {show_duration(age)} ago"
         saved = f"step {step_of(state.checkpoint)}{ago}"
-    steps = "" if state.step is None else str(state.step) + (f"/{state.num_steps}" if state.num_steps else "")
+    steps = "" if state.step is None else str(state.step)
+    if steps and state.num_steps:
+        steps += f"/{state.num_steps}"
     return {
         "run": name,
         "state": status,
@@ -113,7 +120,11 @@ def _planned(folder: Path) -> list[Path]:
 
 
 def _name(run: Path, root: Path) -> str:
-    return run.name if run == root else str(run.relative_to(root) if run.is_relative_to(root) else run)
+    if run == root:
+        return run.name
+    if run.is_relative_to(root):
+        return str(run.relative_to(root))
+    return str(run)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,9 @@ def why_not_padded(config: PretrainedConfig, trust_remote_code: bool) -> str | N
 def _difference(trial: RowTrial) -> float:
     """The largest difference of a logit of the next two tokens, as a part of the largest logit."""
     model, rows = trial.model.eval(), [row.tolist() for row in trial.rows]
-    beside, largest, scale = _complete(model, rows), 0.0, 0.0
+    beside = _complete(model, rows)
+    largest = 0.0
+    scale = 0.0
     for index, row in enumerate(rows):
         alone = _complete(model, [row])
         for step, (found, expected) in enumerate(zip(beside.logits, alone.logits, strict=True)):

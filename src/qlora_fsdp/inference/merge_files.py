@@ -158,8 +158,8 @@ def _by_key(merge: Merge) -> dict[str, Assignment]:
     return by_key
 
 
-def _find_merged(merge: Merge) -> dict[str, list[StoredTensor]]:
-    """The tensors of the base's files that the result has too, by the names of the files."""
+def _find_left_out(merge: Merge) -> set[str]:
+    """The keys of tensors in the base's files that the result does not need."""
     all_tensors = merge.trained.files.tensors
     assignments = _by_key(merge)
     left_out: set[str] = set()
@@ -171,8 +171,14 @@ def _find_merged(merge: Merge) -> dict[str, list[StoredTensor]]:
     if merge.meta.head:  # of a classifier: the base has a head of its own, which nothing uses
         used = {*assignments, *find_uses(merge.meta.assignments)}
         left_out |= all_tensors.keys() - used
+    return left_out
+
+
+def _find_merged(merge: Merge) -> dict[str, list[StoredTensor]]:
+    """The tensors of the base's files that the result has too, by the names of the files."""
+    left_out = _find_left_out(merge)
     by_file: dict[str, list[StoredTensor]] = {}
-    for stored in all_tensors.values():
+    for stored in merge.trained.files.tensors.values():
         if stored.key not in left_out and not _is_state(stored.key):
             by_file.setdefault(stored.file.name, []).append(stored)
     return by_file

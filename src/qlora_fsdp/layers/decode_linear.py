@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +210,16 @@ def product_with_codes(layer: QuantizedLinear, x_NI: Tensor) -> Tensor:
     return y_NO
 
 
+def _adapted_children(parent: nn.Module) -> dict[str, LoraPart]:
+    """The adapters of a module's children, by the children's names."""
+    parts: dict[str, LoraPart] = {}
+    for name, child in parent.named_children():
+        part = active_part(child) if isinstance(child, LoraLinear) else None
+        if part is not None:
+            parts[name] = part
+    return parts
+
+
 class DecodeLayers:
     """All quantized layers of a model, as they compute while text is generated.
 
@@ -235,13 +246,9 @@ class DecodeLayers:
 
     def _find_adapted(self, parent: nn.Module) -> None:
         """The children of a module that have adapters, those with the same input together."""
-        parts: dict[str, LoraPart] = {}
-        for name, child in parent.named_children():
-            part = active_part(child) if isinstance(child, LoraLinear) else None
-            if part is not None:
-                parts[name] = part
+        parts = _adapted_children(parent)
         groups: list[tuple[str, ...]] = [names for names in (QKV, GATE_UP) if parts.keys() >= set(names)]
-        together = {name for names in groups for name in names}
+        together = set(chain.from_iterable(groups))
         groups += [(name,) for name in parts if name not in together]
         for names in groups:
             found = [parts[name] for name in names]
@@ -252,11 +259,14 @@ class DecodeLayers:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the adapters as they are now, many with one kernel."""
+        parts: list[LoraPart] = []
+        a: list[Tensor] = []
+        b: list[Tensor] = []
         for group in self.groups:
             group.allocate()
-        parts = [part for group in self.groups for part in group.parts]
-        a = [copy for group in self.groups for copy in group.a]
-        b = [copy for group in self.groups for copy in group.b]
+            parts += group.parts
+            a += group.a
+            b += group.b
         for start in range(0, len(parts), REFRESHED):
             some = slice(start, start + REFRESHED)
             lora_a = [gather_whole(part.lora_a.weight, a[0].device) for part in parts[some]]

@@ -98,7 +98,9 @@ class MemoryFallback:
     def __init__(
         self, layers: Sequence[nn.Module], policies: Sequence[Policy], inputs: InputOffload | None = None
     ) -> None:
-        self.layers, self.policies, self.inputs = layers, tuple(policies), inputs
+        self.layers = layers
+        self.policies = tuple(policies)
+        self.inputs = inputs
 
     def __call__(self) -> None:
         """Take one step. To be called between micro-batches, when the allocator had to search for memory repeatedly."""

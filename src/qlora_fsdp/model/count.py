@@ -101,19 +101,28 @@ class Sizes:
 
 def count_bytes(model: nn.Module, shard_rank: int, num_shards: int) -> Sizes:
     """Sizes of a model on meta, before sharding."""
-    shard = trainable = base = 0
+    shard = 0
+    trainable = 0
     for param in model.parameters():
         row = param[0].numel() * param.dtype.itemsize if param.ndim else param.dtype.itemsize
         first, last = rows_of_rank(param.shape[0], shard_rank, num_shards)
         shard += (last - first) * row
-        trainable += param.numel() if param.requires_grad else 0
+        if param.requires_grad:
+            trainable += param.numel()
+    return Sizes(shard, trainable, _count_base(model))
+
+
+def _count_base(model: nn.Module) -> int:
+    """Numbers in the frozen weights, however they are stored."""
+    base = 0
     seen: set[int] = set()  # tied weights count once
     for module in model.modules():
         if isinstance(module, QuantizedLayer):
             base += module.in_features * module.out_features
-            base += 0 if module.bias is None else module.bias.numel()
+            if module.bias is not None:
+                base += module.bias.numel()
         else:
             plain = {id(p): p.numel() for p in module.parameters(recurse=False) if not p.requires_grad}
             base += sum(number for key, number in plain.items() if key not in seen)
             seen |= plain.keys()
-    return Sizes(shard, trainable, base)
+    return base

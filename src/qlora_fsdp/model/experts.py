@@ -113,9 +113,12 @@ def other_experts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Modules of experts that transformers does not let others compute, by their names: their weights."""
     if not isinstance(model, PreTrainedModel) or not mentions_experts(model.config):
         return {}
-    found = {  # each layer's, though on meta layers that are alike may be one module
-        name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
-        for name, module in model.named_modules(remove_duplicate=False)
-        if not isinstance(module, _ConvNd) and not expert_weight_names(module)
-    }
-    return {name: params for name, params in found.items() if params}
+    found = {}
+    # Each layer's, though on meta layers that are alike may be one module.
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _ConvNd) or expert_weight_names(module):
+            continue
+        params = [param for param in module.parameters(recurse=False) if param.ndim > 2 and len(param) > 1]
+        if params:
+            found[name] = params
+    return found

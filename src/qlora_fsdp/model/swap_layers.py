@@ -27,7 +27,9 @@ from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight,
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
 from qlora_fsdp.runtime.hardware import dtype_name, is_shortage
 
-IN_FEATURES, OUT_FEATURES, NUM_TOKENS = 32, 48, 7
+IN_FEATURES = 32
+OUT_FEATURES = 48
+NUM_TOKENS = 7
 TOLERANCE = 1e-6  # of the largest output; sums of 32 products in another order differ by less
 
 
@@ -56,12 +58,18 @@ def swap_stored_layers(model: nn.Module, formats: Mapping[str, Format], dtype: t
     Raises:
         CheckpointError: blocks cross rows, so that the codes can't be split between ranks; all such layers are listed.
     """
-    layers = {name: layer for name, layer in model.named_modules() if name in formats and isinstance(layer, nn.Linear)}
     experts = [place for place in expert_weights(model) if place.name in formats]
-    row_lengths = {name: layer.in_features for name, layer in layers.items()}
-    row_lengths |= {place.name: place.weight_in(model).shape[2] for place in experts}
-    reasons = {name: formats[name].why_not(length) for name, length in row_lengths.items()}
-    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    row_lengths: dict[str, int] = {}
+    for name, layer in model.named_modules():
+        if name in formats and isinstance(layer, nn.Linear):
+            row_lengths[name] = layer.in_features
+    for place in experts:
+        row_lengths[place.name] = place.weight_in(model).shape[2]
+    problems = []
+    for name, length in row_lengths.items():
+        reason = formats[name].why_not(length)
+        if reason is not None:
+            problems.append(f"{name} {reason}")
     if problems:
         raise CheckpointError(
             f"{len(problems)} quantized layers of the checkpoint can't be split by rows, because blocks cross rows. "
@@ -144,10 +152,15 @@ def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dty
         ConfigError: weights can't be quantized because blocks would cross their rows; all are listed.
     """
     skips = list(quant.llm_int8_skip_modules or [])
-    names = {place: (place.module, place.name) for place in expert_weights(model)}
-    places = [place for place in names if all(should_convert_module(name, skips) for name in names[place])]
-    reasons = {place.name: format.why_not(place.weight_in(model).shape[2]) for place in places}
-    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    places = []
+    problems = []
+    for place in expert_weights(model):
+        if not (should_convert_module(place.module, skips) and should_convert_module(place.name, skips)):
+            continue
+        places.append(place)
+        reason = format.why_not(place.weight_in(model).shape[2])
+        if reason is not None:
+            problems.append(f"{place.name} {reason}")
     if problems:
         raise _cannot_quantize(format, problems)
     for place in places:

@@ -133,17 +133,20 @@ def mark(folder: Path) -> None:
         write_json(folder / MARKER, {"made_by": MADE_BY, "about": about})
 
 
+def _find_unknown_checkpoints(folder: Path) -> list[str]:
+    """The checkpoints of a run folder that are not whole or no run's, as paths in it."""
+    found = checkpoint_folders(folder / CHECKPOINTS)
+    return [f"{CHECKPOINTS}/{path.name}" for path in found if not is_checkpoint(path)]
+
+
 def find_obstacle(folder: Path) -> tuple[str, str] | None:
     """Why a run must not use a folder, whatever its settings allow: as the end of a sentence, and what to do."""
     links = _find_links(folder)
     if links:
         fix = "Remove the link. For a run on another disk, set run.folder to a folder there, which may be a link."
         return f"holds the link {', '.join(links)}, and a run follows no links in its folder.", fix
-    others: list[str] = []
-    if not is_marked(folder):
-        others = [name for name in OWN_NAMES if (folder / name).exists()]
-    steps = checkpoint_folders(folder / CHECKPOINTS)
-    unknown = [f"{CHECKPOINTS}/{path.name}" for path in steps if not is_checkpoint(path)]
+    others = [] if is_marked(folder) else [name for name in OWN_NAMES if (folder / name).exists()]
+    unknown = _find_unknown_checkpoints(folder)
     have_own_names = all(OWN_CHECKPOINT.fullmatch(name) for name in unknown)
     if unknown and have_own_names and not others:  # copied in part, perhaps
         fix = "Move this away: the same command then goes on from the checkpoint before, if there is one."

@@ -238,13 +238,13 @@ def swept(runs: Sequence[Run]) -> str:
 
 def memory(run: Run) -> str:
     """The planned memory beside the measured one, phase by phase."""
-    found = run.summary.get("memory") or {}
-    planned = found.get("predicted") or {}
-    measured = found.get("measured") or {}
+    found = _part(run.summary, "memory")
+    planned = _part(found, "predicted")
+    measured = _part(found, "measured")
     columns = {
-        "planned": planned.get("tensors_gib") or {},
-        "tensors": measured.get("tensors_gib") or {},
-        "reserved by torch": measured.get("reserved_gib") or {},
+        "planned": _part(planned, "tensors_gib"),
+        "tensors": _part(measured, "tensors_gib"),
+        "reserved by torch": _part(measured, "reserved_gib"),
     }
     if not columns["tensors"]:  # nothing was measured, on a CPU or while the run is not over
         return ""
@@ -257,6 +257,16 @@ def memory(run: Run) -> str:
     return "<h2>Memory of a GPU by phase, GiB</h2>" + _table(["", *columns], rows)
 
 
+def _cells(line: Mapping[str, Any], *keys: str) -> list[str]:
+    """These values of a line as text; empty where it has none."""
+    return [str(line.get(key, "")) for key in keys]
+
+
+def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A mapping within another one; empty if it is not there."""
+    return values.get(name) or {}
+
+
 def generations(run: Run) -> str:
     """The model's texts at the first and the last evaluation, beside those in the data."""
     steps = sorted({row["step"] for row in run.generations})
@@ -264,13 +274,16 @@ def generations(run: Run) -> str:
         return ""
     first = [line for line in run.generations if line["step"] == steps[0]]
     last = [line for line in run.generations if line["step"] == steps[-1]]
-    head = ["prompt", f"step {steps[-1]}", "in the data"]
-    rows = [[str(line.get(key, "")) for key in ("prompt", "completion", "reference")] for line in last]
-    if len(steps) > 1:
-        head.insert(1, f"step {steps[0]}")
-        for cells, line in zip(rows, first, strict=False):
-            cells.insert(1, str(line.get("completion", "")))
-        del rows[len(first) :]
+    if len(steps) == 1:
+        head = ["prompt", f"step {steps[-1]}", "in the data"]
+        rows = [_cells(line, "prompt", "completion", "reference") for line in last]
+    else:
+        head = ["prompt", f"step {steps[0]}", f"step {steps[-1]}", "in the data"]
+        rows = []
+        for before, after in zip(first, last, strict=False):
+            rows.append(
+                [*_cells(after, "prompt"), *_cells(before, "completion"), *_cells(after, "completion", "reference")]
+            )
     return "<h2>What the model wrote</h2>" + _table(head, rows, "text")
 
 

@@ -119,7 +119,9 @@ def _forget(state: Any) -> None:
 def _free(group: Any) -> None:
     """Free the gathered parameters of a unit and their gradients, and forget its gathers and sums."""
     group._training_state = type(group._training_state).IDLE
-    group._all_gather_result = group._post_reduce_event = group._reshard_after_forward_event = None
+    group._all_gather_result = None
+    group._post_reduce_event = None
+    group._reshard_after_forward_event = None
     group._partial_reduce_output = group._all_reduce_state = None
     group._post_forward_indices.clear()
     for param in group.fsdp_params:

@@ -75,7 +75,9 @@ def find_machine(target_gib: float | None, processes: Processes) -> Machine:
         reason = f"is more than the GPU has: {total / GIB:.1f} GiB."
         raise ConfigError([Problem(f"memory.target_gib={target_gib:g}", reason, "Set memory.target_gib=null.")])
     target = room * (1 - MARGIN) if target_gib is None else target_gib * GIB
-    num_ranks, local_num_ranks, is_cuda = processes.num_ranks, processes.local_num_ranks, device.type == "cuda"
+    num_ranks = processes.num_ranks
+    local_num_ranks = processes.local_num_ranks
+    is_cuda = device.type == "cuda"
     return Machine(num_ranks, local_num_ranks, target, gpu, is_cuda, host, can_read_peers(processes))
 
 

@@ -139,7 +139,9 @@ class Heartbeats:
     def __init__(
         self, rank: int, num_ranks: int, device: torch.device, store: Board, timeout_seconds: float, key: str
     ) -> None:
-        self.device, self.store, self.key = device, store, key
+        self.device = device
+        self.store = store
+        self.key = key
         self.interval = beat_interval(num_ranks, timeout_seconds)
         self._keys = [f"beat/{rank}" for rank in range(num_ranks)]
         self._own_key = self._keys[rank]
@@ -179,7 +181,9 @@ def beat_interval(num_ranks: int, timeout_seconds: float) -> float:
 def _find_main_thread() -> tuple[str, int]:
     """Find where the main thread is: as text for people, and as a number that changes when it moves."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    functions, places, where = [], [], ""
+    functions = []
+    places = []
+    where = ""
     while frame is not None:
         code = frame.f_code
         places.append((id(code), frame.f_lasti))

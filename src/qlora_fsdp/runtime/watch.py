@@ -89,7 +89,9 @@ class Watch:
         record: Callable[[BaseException], None] = lambda error: None,
         kept: Callable[[], str] = lambda: "",
     ) -> None:
-        self.rank, self.num_ranks, self.timeout_seconds = processes.rank, processes.num_ranks, processes.timeout_seconds
+        self.rank = processes.rank
+        self.num_ranks = processes.num_ranks
+        self.timeout_seconds = processes.timeout_seconds
         self.record, self.kept = record, kept
         self._processes = processes
         # The watch has a connection of its own: calls on one connection wait for one another.
@@ -99,9 +101,14 @@ class Watch:
             self.rank, self.num_ranks, processes.device, self.store, self.timeout_seconds, self._key
         )
         self.neighbours = Neighbours(processes)  # all ranks meet here, so each has written a beat
-        self._unwinding, self._explained, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._unwinding = threading.Event()
+        self._explained = threading.Event()
+        self._stopped = threading.Event()
         self._exit_code = 1
-        self._is_told, self._num_exchanges, self._is_rank_0_lost, self._is_finishing = False, 0, False, False
+        self._is_told = False
+        self._num_exchanges = 0
+        self._is_rank_0_lost = False
+        self._is_finishing = False
         self.signals = StopSignals()
         threading.Thread(target=self._work, name="watch", daemon=True).start()
         self._talking = threading.Thread(target=self._talk, name="heartbeats", daemon=True)
@@ -272,20 +279,25 @@ class Watch:
 
     def _work(self) -> None:
         """The first thread: wait for a reason to end the run, and end it."""
-        exchanges, number = Unchanged(longest_look=2 * POLL_SECONDS), None
-        while number is None:
+        exchanges = Unchanged(longest_look=2 * POLL_SECONDS)
+        while True:
             number = self.signals.wait(POLL_SECONDS)
             if self._stopped.is_set():
                 return
-            if number is None:
-                silence = exchanges.look(self._num_exchanges, time.monotonic())
-                is_silent = self.num_ranks > 1 and silence > self.timeout_seconds
-                self._is_rank_0_lost = is_silent and self._processes.rank_0_holds_store and self.rank > 0
-                is_gone = bool(self.neighbours.gone()) and not self._is_finishing
-                if self._is_told or self._is_rank_0_lost or is_gone:
-                    number = self.signals.asked or signal.SIGTERM  # all ranks tell of a signal that they all got
-                    self.signals.interrupt(number)
-        self._end(number)
+            if number is None and self._must_end(exchanges):
+                number = self.signals.asked or signal.SIGTERM  # all ranks tell of a signal that they all got
+                self.signals.interrupt(number)
+            if number is not None:
+                self._end(number)
+                return
+
+    def _must_end(self, exchanges: Unchanged) -> bool:
+        """Whether another rank has told of a failure, is silent, or is gone."""
+        silence = exchanges.look(self._num_exchanges, time.monotonic())
+        is_silent = self.num_ranks > 1 and silence > self.timeout_seconds
+        self._is_rank_0_lost = is_silent and self._processes.rank_0_holds_store and self.rank > 0
+        is_gone = bool(self.neighbours.gone()) and not self._is_finishing
+        return self._is_told or self._is_rank_0_lost or is_gone
 
     def _end(self, number: signal.Signals) -> None:
         """Give the main thread time to end this process; if it does not, because it waits in C, end it from here."""

@@ -112,7 +112,11 @@ class Trace:
         outputs: dict[nn.Module, Any] = {}
         anchor = _anchor()
         first_input: Callable[[], Any] = _nothing
-        lookup = hidden = held = shared = loss = 0
+        lookup = 0
+        hidden = 0
+        held = 0
+        shared = 0
+        loss = 0
         in_backward: list[tuple[int, Operations]] = []  # peak and operations before each layer's backward
 
         def pass_gradient() -> None:

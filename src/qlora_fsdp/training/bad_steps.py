@@ -69,7 +69,9 @@ class BadSteps:
         self.data = data
         self.split = split
         self.decode = decode
-        self.norms, self.saver, self.processes = list(norms)[-NUM_NORMS:], saver, processes
+        self.norms = list(norms)[-NUM_NORMS:]
+        self.saver = saver
+        self.processes = processes
         self.num_in_a_row = 0
 
     def check(self, step: int, loss: float, norm: float, indices: Indices, micro_losses: Sequence[Tensor]) -> bool:

@@ -46,7 +46,10 @@ class GlobalBatches:
     """
 
     def __init__(self, data: TrainingData, split: BatchSplit, seed: int, rank: int) -> None:
-        self.data, self.split, self.seed, self.rank = data, split, seed, rank
+        self.data = data
+        self.split = split
+        self.seed = seed
+        self.rank = rank
 
     def of_step(self, step: int) -> GlobalBatch:
         """The global batch of a step; 0 is the first one."""

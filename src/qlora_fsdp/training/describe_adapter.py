@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +117,23 @@ def _data(prepared: Prepared) -> tuple[CardData, ...]:
     data = prepared.spec.data.settings
     if data.format is DataFormat.random:
         return ()
-    parts = {str(part.path): part.num_rows for part in report.mix}
-    public = prepared.spec.recorded["data.mix" if data.mix else "data.path"]
-    shown = list(public) if data.mix else [public]
+    if not data.mix:
+        num_rows = None if data.streaming else report.num_rows
+        return (_describe_part(prepared.spec.recorded["data.path"], num_rows),)
+    rows_of = {str(part.path): part.num_rows for part in report.mix}
     found = []
-    for path, written in zip(training_paths(data), shown, strict=True):
-        paths = [written] if isinstance(written, str) else list(written)
-        names = [name if _is_on_hub(name) else Path(name).expanduser().name for name in paths]
-        on_hub = len(paths) == 1 and _is_on_hub(paths[0])
-        num_rows = parts.get(str(path)) if data.mix else report.num_rows
-        found.append(CardData(", ".join(names), on_hub, None if data.streaming else num_rows))
+    for path, recorded in zip(training_paths(data), prepared.spec.recorded["data.mix"], strict=True):
+        num_rows = None if data.streaming else rows_of.get(str(path))
+        found.append(_describe_part(recorded, num_rows))
     return tuple(found)
+
+
+def _describe_part(recorded: str | Sequence[str], num_rows: int | None) -> CardData:
+    """A data set by its setting as it was typed: a path, or several."""
+    paths = [recorded] if isinstance(recorded, str) else list(recorded)
+    names = [path if _is_on_hub(path) else Path(path).expanduser().name for path in paths]
+    on_hub = len(paths) == 1 and _is_on_hub(paths[0])
+    return CardData(", ".join(names), on_hub, num_rows)
 
 
 def _is_on_hub(path: str) -> bool:

@@ -53,7 +53,9 @@ class Generations:
         processes: Processes,
         trust_remote_code: bool,
     ) -> None:
-        self.tokenizer, self.processes, self.trust_remote_code = tokenizer, processes, trust_remote_code
+        self.tokenizer = tokenizer
+        self.processes = processes
+        self.trust_remote_code = trust_remote_code
         self.uses_slots: bool | None = None  # decided when the model is there
         self.rows: list[tuple[list[int], list[int]]] = []  # the prompt's tokens, and those after it in the data
         for sequence in range(len(data) if data is not None and config.num_generations else 0):
@@ -148,7 +150,9 @@ class Generations:
 
     def _complete_by_passes(self, model: TaskModel) -> dict[int, str]:
         """Complete prompts by transformers, one per rank at a time. Collective if the model is sharded."""
-        rank, num_ranks, base = self.processes.rank, self.processes.num_ranks, model.base
+        rank = self.processes.rank
+        num_ranks = self.processes.num_ranks
+        base = model.base
         mine: dict[int, str] = {}
         with bypassing_root(model, trains=True) as is_sharded:
             for start in range(0, len(self.rows), num_ranks):

@@ -130,7 +130,9 @@ class PassQueue:
     """
 
     def __init__(self, runner: StepRunner, batches: GlobalBatches, recorder: StepRecorder, first_step: int) -> None:
-        self.runner, self.batches, self.recorder = runner, batches, recorder
+        self.runner = runner
+        self.batches = batches
+        self.recorder = recorder
         # One stream for the whole run, from which each step takes as many micro-batches as its batch has.
         self.micro_batches = runner.passes.announced(prefetch(batches.micro_batches(first_step)))
         self._early: StepPasses | DataError | None = None

@@ -234,7 +234,9 @@ def _prepare_data(
     earlier_folder: Path | None,
 ) -> tuple[PreparedData[TrainingData], BatchSplit]:
     """Tokenize the data, or open a stream of it, and divide it into steps."""
-    model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
+    model = assembled.model
+    meta = assembled.meta
+    tokenizer = assembled.tokenizer
     data: PreparedData[TrainingData]
     if spec.data.settings.streaming:
         split = split_batches(spec.steps, processes.num_ranks, 0)  # max_steps says where it ends

@@ -61,7 +61,9 @@ def add_reference(prepared: Prepared, processes: Processes) -> Prepared:
         prepared: a run whose model is loaded and sharded, and not yet trained: its adapter is as it starts.
         processes: all ranks take part.
     """
-    settings, model, data = prepared.spec.modules.task.preference, prepared.model, prepared.data
+    settings = prepared.spec.modules.task.preference
+    model = prepared.model
+    data = prepared.data
     if not isinstance(model, PreferenceLM) or not settings.loss.needs_reference:
         return prepared
     if prepared.start is not None:

@@ -225,7 +225,9 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
             shows_progress=True,
             before_proof=lambda: prepared.peaks.enter("proof"),
         )
-    num_read, seconds, proof = loaded.num_bytes_read, loaded.load_seconds, loaded.proof
+    num_read = loaded.num_bytes_read
+    seconds = loaded.load_seconds
+    proof = loaded.proof
     proved = f"proved {show_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
     proved += f"in {loaded.proof_seconds:.1f} s"
     log.info(

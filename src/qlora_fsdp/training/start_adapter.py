@@ -107,10 +107,12 @@ def _about_tokens(wanted: Sequence[str], tokens: AddedTokens) -> str:
 def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str]:
     """Notes for the user about the start, one sentence each."""
     notes = [f"The adapter starts from {start.folder}."]
-    values = {name: about.quant[name] for name in QUANTIZATION if name in about.quant}
-    differing = [name for name in values if show("", values[name]) != show("", value_of(config, f"quant.{name}"))]
+    differing = []
+    for name in QUANTIZATION:
+        if name in about.quant and show("", about.quant[name]) != show("", value_of(config, f"quant.{name}")):
+            differing.append(show(f"quant.{name}", about.quant[name]))
     if differing:
-        was = ", ".join(show(f"quant.{name}", values[name]) for name in differing)
+        was = ", ".join(differing)
         notes.append(f"It was trained on a base with {was}, which is quantized in another way here.")
     trained_with = {
         "data.system_prompt": about.system_prompt,

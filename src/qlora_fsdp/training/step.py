@@ -101,8 +101,13 @@ class StepRunner:
         peaks: PhasePeaks,
         processes: Processes,
     ) -> None:
-        self.model, self.passes, self.optimizer, self.max_grad_norm = model, passes, optimizer, max_grad_norm
-        self.flops, self.peaks, self.processes = flops, peaks, processes
+        self.model = model
+        self.passes = passes
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.flops = flops
+        self.peaks = peaks
+        self.processes = processes
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.expert_loads = count_loads(model)
 

@@ -68,7 +68,10 @@ def train_adapter(
         checkpoint: what to resume from, or None.
         summary: gets the figures of the checkpoints, even if training ends with an error.
     """
-    model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
+    model = prepared.model
+    data = prepared.data
+    split = prepared.split
+    peaks = prepared.peaks
     spec = prepared.spec
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trainable, spec.steps.optim, spec.steps.learning_rate, find_faster(model))

@@ -84,14 +84,21 @@ def find_left_out(model: PreTrainedModel, config: LoraConfig, unreached: Collect
     """The linear layers of a model without adapters that `all-linear` leaves out; none with other settings."""
     if config.target_modules != "all-linear":
         return LeftOut()
-    routers, modules = find_routers(model), dict(model.named_modules())
-    named = [name for name in _all_linear(model, config) - routers if not _is_excluded(name, config)]
-    linears = {name: layer for name in named if isinstance(layer := modules.get(name), nn.Linear)}
-    return LeftOut(
-        frozenset(n for n in named if general_name(model, n) in unreached or is_for_another_place(model, n)),
-        frozenset(name for name in named if not _takes_adapter(model, name.rpartition(".")[2])),
-        frozenset(name for name, layer in linears.items() if not computes_linear(layer)),
-    )
+    modules = dict(model.named_modules())
+    not_reached = set()
+    refused = set()
+    other = set()
+    for name in _all_linear(model, config) - find_routers(model):
+        if _is_excluded(name, config):
+            continue
+        if general_name(model, name) in unreached or is_for_another_place(model, name):
+            not_reached.add(name)
+        if not _takes_adapter(model, name.rpartition(".")[2]):
+            refused.add(name)
+        layer = modules.get(name)
+        if isinstance(layer, nn.Linear) and not computes_linear(layer):
+            other.add(name)
+    return LeftOut(frozenset(not_reached), frozenset(refused), frozenset(other))
 
 
 def describe_left_out(model: PreTrainedModel, left_out: LeftOut) -> list[str]:
@@ -176,13 +183,19 @@ def _is_excluded(name: str, config: LoraConfig) -> bool:
 
 def _all_linear(model: PreTrainedModel, config: LoraConfig) -> set[str]:
     """All linear layers and weights of experts of the text decoder, but for heads and what is trained in full."""
-    decoder, head = find_decoder(model), model.get_output_embeddings()
+    head = model.get_output_embeddings()
+    names = set()
+    in_full = []  # names of modules that are trained in full, with a dot behind
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            names.add(name)
+        if is_target(name, config.modules_to_save or []):
+            in_full.append(f"{name}.")
+    names.update(_names_of_experts(expert_weights(model)))
+
+    decoder = find_decoder(model)
     prefix = "" if decoder is None else f"{decoder[0]}."
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    weights = {name for place in expert_weights(model) for name in (place.name, *place.former_names())}
-    whole = {name for name, _ in model.named_modules() if is_target(name, config.modules_to_save or [])}
-    inside = tuple(f"{name}." for name in whole)
-    return {name for name in linears | weights if name.startswith(prefix) and not f"{name}.".startswith(inside)}
+    return {name for name in names if name.startswith(prefix) and not f"{name}.".startswith(tuple(in_full))}
 
 
 def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
@@ -242,19 +255,34 @@ def _targets_of_peft(model: PreTrainedModel, config: LoraConfig) -> Any:
 
 def _check_names(model: nn.Module, config: LoraConfig, places: Sequence[ExpertWeightPlace]) -> None:
     names = [name for name, module in model.named_modules() if name]
-    names += [name for place in places for name in (place.name, *place.former_names())]
+    names += _names_of_experts(places)
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        with limited_matching(f"lora.{key}"):  # every name once, because PEFT matches every name
-            wanted = getattr(config, key)
-            for name in names if isinstance(wanted, str) else ():
-                is_target(name, wanted)
-            for pattern in wanted if isinstance(wanted, Mapping) else ():
-                for name in names:
-                    fits_pattern(name, pattern)
+        with limited_matching(f"lora.{key}"):
+            _try_matching(names, getattr(config, key))
     problems = list(_names_that_fit_nothing(model, config, names))
     if problems:  # a saved adapter names every layer of its own base
-        rest = [f"And {len(problems) - MAX_LISTED} more."] if len(problems) > MAX_LISTED else []
-        raise AdapterError("\n".join([*problems[:MAX_LISTED], *rest]))
+        lines = problems[:MAX_LISTED]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"And {len(problems) - MAX_LISTED} more.")
+        raise AdapterError("\n".join(lines))
+
+
+def _names_of_experts(places: Iterable[ExpertWeightPlace]) -> Iterator[str]:
+    """All names by which settings may name these weights: today's, and those of earlier versions."""
+    for place in places:
+        yield place.name
+        yield from place.former_names()
+
+
+def _try_matching(names: Sequence[str], wanted: Any) -> None:
+    """Match every name once, as PEFT does, to find out whether a setting's expressions take too long."""
+    if isinstance(wanted, str):
+        for name in names:
+            is_target(name, wanted)
+    if isinstance(wanted, Mapping):
+        for pattern in wanted:
+            for name in names:
+                fits_pattern(name, pattern)
 
 
 def _names_that_fit_nothing(model: nn.Module, config: LoraConfig, names: Sequence[str]) -> Iterator[str]:

@@ -238,16 +238,24 @@ def entity_metrics(
     }
 
 
+def _separates(before: str, mark: str) -> bool:
+    """Whether an entity ends with the first of two marks in a row, or another one begins with the second."""
+    return before in ("O", "E", "S") or mark in ("B", "S")
+
+
 def _entities(tags: Sequence[str], is_first: Bools) -> set[tuple[int, int, str]]:
     """Each entity's first word, the word after its last, and its kind.
 
     An I- that continues nothing begins an entity, as in conlleval.
     """
-    entities, start, kind, before = set(), 0, "", "O"
+    entities = set()
+    start = 0
+    kind = ""
+    before = "O"
     for position, tag in enumerate([*tags, "O"]):
         mark, _, its_kind = tag.partition("-")
         starts_row = position == len(tags) or bool(is_first[position])
-        begins = mark in ("B", "S") or before in ("O", "E", "S") or its_kind != kind or starts_row
+        begins = starts_row or its_kind != kind or _separates(before, mark)
         if before != "O" and (mark == "O" or begins):
             entities.add((start, position, kind))
         if mark != "O" and begins:

@@ -16,8 +16,12 @@ from typing_extensions import assert_never
 from qlora_fsdp.config.schema import PreferenceConfig, PreferenceLoss
 
 PAIR_FIGURES = (
-    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
-    *("logps/chosen", "logps/rejected"),
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
 )
 # The margin of single answers is that of the two means, so it is made of these when all are known.
 JUDGED_FIGURES = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")

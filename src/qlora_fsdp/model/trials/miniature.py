@@ -8,12 +8,15 @@ layers, which compute in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
-HIDDEN, NUM_HEADS, HEAD_DIM = 64, 4, 16  # hidden = heads x head size: many configs state the one by the others
+# hidden = heads x head size: many configs state the one by the others
+HIDDEN = 64
+NUM_HEADS = 4
+HEAD_DIM = 16
 VOCAB = 64
 WINDOW = 8  # tokens that a windowed layer sees; the rows that are tried have more
 MAX_PARAMETERS = 20_000_000  # a config with more is one whose sizes have names that are not known here
@@ -28,10 +31,19 @@ _SIZES = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"), HEAD_DIM),
     **dict.fromkeys(
         (
-            *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "block_ff_dim", "intermediate_size_mlp"),
-            *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
-            *("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
-            *("encoder_ffn_dim", "decoder_ffn_dim"),
+            "intermediate_size",
+            "ffn_dim",
+            "n_inner",
+            "ffn_hidden_size",
+            "block_ff_dim",
+            "intermediate_size_mlp",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "expert_ffn_hidden_size",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
         ),
         HIDDEN,
     ),
@@ -96,16 +108,24 @@ def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
 def _shrink(key: str, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
-    if key in _WIDTHS and isinstance(value, int):
-        return _WIDTHS[key]
-    if key in _SIZES and isinstance(value, int):
-        return min(value, _SIZES[key])
-    if (key in _WIDTHS or key in _SIZES) and isinstance(value, Sequence) and not isinstance(value, str):
-        return [_shrink(key, item) for item in value]
-    if any(name in key for name in _RANDOM) and isinstance(value, float):
+    if key in _WIDTHS or key in _SIZES:
+        return _shrink_size(key, value)
+    is_random = any(name in key for name in _RANDOM)
+    if is_random and isinstance(value, float):
         return 0.0
     if key in _TOKENS:  # within the small vocabulary
         return _TOKENS.index(key)
+    return value
+
+
+def _shrink_size(key: str, value: Any) -> Any:
+    """A size, or a list with one for each layer; what is neither stays."""
+    if isinstance(value, int) and key in _WIDTHS:
+        return _WIDTHS[key]
+    if isinstance(value, int):
+        return min(value, _SIZES[key])
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_shrink(key, item) for item in value]
     return value
 
 
@@ -115,35 +135,55 @@ def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     if values.get("topk_group") is not None:
         key = "n_group" if "n_group" in values else "num_expert_group"
         small["topk_group"] = 1 if values["topk_group"] < values.get(key, 1) else small.get(key, 1)
-    for name, expand in _EXPANSIONS:
-        if values.get(name) is not None:
-            small[name] = int(values.get(expand, 2) * HIDDEN) // HEAD_DIM
-    if values.get("mamba_d_head") == "auto" or isinstance(values.get("mamba_d_head"), int):
-        small["mamba_d_head"] = HEAD_DIM
-    if values.get("mamba_d_ssm") is not None:
-        small["mamba_n_heads"], small["mamba_d_ssm"] = NUM_HEADS, NUM_HEADS * HEAD_DIM
-    if values.get("linear_num_value_heads") is not None:
-        repeats = values["linear_num_value_heads"] // max(1, values["linear_num_key_heads"])
-        small["linear_num_value_heads"] = min(repeats, 2) * small["linear_num_key_heads"]
+    small |= _fit_recurrent(small, values)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(key), Mapping):
             small[key] = _shrink_rope(values[key], small.get("head_dim") or HEAD_DIM)
+
+
+def _fit_recurrent(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers and widths of heads of layers that carry a state."""
+    fitting: dict[str, int] = {}
+    for name, expand in _EXPANSIONS:
+        if values.get(name) is not None:
+            fitting[name] = int(values.get(expand, 2) * HIDDEN) // HEAD_DIM
+    width = values.get("mamba_d_head")
+    if width == "auto" or isinstance(width, int):
+        fitting["mamba_d_head"] = HEAD_DIM
+    if values.get("mamba_d_ssm") is not None:
+        fitting["mamba_n_heads"] = NUM_HEADS
+        fitting["mamba_d_ssm"] = NUM_HEADS * HEAD_DIM
+    if values.get("linear_num_value_heads") is not None:
+        repeats = values["linear_num_value_heads"] // max(1, values["linear_num_key_heads"])
+        fitting["linear_num_value_heads"] = min(repeats, 2) * small["linear_num_key_heads"]
+    return fitting
 
 
 def _fit_heads(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
     """The numbers and widths of heads that follow from others, of a small model."""
     fitting: dict[str, int] = {}
     heads = next((values[key] for key in _HEADS if values.get(key)), None)
-    for key in _KEY_HEADS:
-        found = values.get(key)
-        if found is not None and heads is not None:  # one for all, one for each, or groups
-            fitting[key] = NUM_HEADS if found == heads else min(found, 2)
-    size, rotated, plain = (values.get(key) for key in ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"))
-    if size is not None and size == rotated:
-        fitting["head_dim"] = small["qk_rope_head_dim"]
-    elif size is not None and rotated and plain and size == rotated + plain:
-        fitting["head_dim"] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"]
+    if heads is not None:
+        for key in _KEY_HEADS:
+            found = values.get(key)
+            if found is not None:  # one for all, one for each, or groups
+                fitting[key] = NUM_HEADS if found == heads else min(found, 2)
+    fitting |= _fit_head_dim(small, values)
     return fitting
+
+
+def _fit_head_dim(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
+    """The width of a head where a config states it beside its rotated part, or that and the other one."""
+    size = values.get("head_dim")
+    rotated = values.get("qk_rope_head_dim")
+    plain = values.get("qk_nope_head_dim")
+    if size is None or not rotated:
+        return {}
+    if size == rotated:
+        return {"head_dim": small["qk_rope_head_dim"]}
+    if plain and size == rotated + plain:
+        return {"head_dim": small["qk_rope_head_dim"] + small["qk_nope_head_dim"]}
+    return {}
 
 
 def _fit_layer(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
@@ -190,18 +230,37 @@ def _choose_layers(values: Mapping[str, Any], num_layers: int) -> list[int] | No
 
 def _kinds(values: Mapping[str, Any], num_layers: int) -> list[tuple[str, ...]]:
     """For each layer, the values that the config has for it."""
-    columns: list[Sequence[Any]] = list(_per_layer(values, num_layers).values())
-    layers = range(num_layers)
-    columns += [[layer in some for layer in layers] for some in _indices(values, num_layers).values()]
-    columns += [[entries.get(layer) for layer in layers] for entries in _by_index(values).values()]
-    columns += [[layer < values[name] for layer in layers] for name in _NUM_FIRST if values.get(name)]
-    columns += [[layer >= num_layers - values[name] for layer in layers] for name in _NUM_LAST if values.get(name)]
-    for name, rule in _PERIODS.items():
-        if name in values:
-            columns.append([rule(layer, _period(values, name), values) for layer in layers])
+    columns = [*_listed(values, num_layers), *_counted(values, num_layers), *_periodic(values, num_layers)]
+    return [tuple(str(column[layer]) for column in columns) for layer in range(num_layers)]
+
+
+def _listed(values: Mapping[str, Any], num_layers: int) -> Iterator[Sequence[Any]]:
+    """Values for each layer, one sequence for each list or mapping of the config that is about layers."""
+    yield from _per_layer(values, num_layers).values()
+    for some in _indices(values, num_layers).values():
+        yield [layer in some for layer in range(num_layers)]
+    for entries in _by_index(values).values():
+        yield [entries.get(layer) for layer in range(num_layers)]
+
+
+def _counted(values: Mapping[str, Any], num_layers: int) -> Iterator[Sequence[Any]]:
+    """The same for each number of layers at the beginning or at the end that are of another kind."""
+    for name in _NUM_FIRST:
+        if values.get(name):
+            yield [layer < values[name] for layer in range(num_layers)]
+    for name in _NUM_LAST:
+        if values.get(name):
+            yield [layer >= num_layers - values[name] for layer in range(num_layers)]
     if values.get("moe_layer_start_index"):
-        columns.append([layer >= values["moe_layer_start_index"] for layer in layers])
-    return [tuple(str(column[layer]) for column in columns) for layer in layers]
+        yield [layer >= values["moe_layer_start_index"] for layer in range(num_layers)]
+
+
+def _periodic(values: Mapping[str, Any], num_layers: int) -> Iterator[Sequence[Any]]:
+    """The same for each setting by which every n-th layer is of another kind."""
+    for name, is_other in _PERIODS.items():
+        if name in values:
+            period = _period(values, name)
+            yield [is_other(layer, period, values) for layer in range(num_layers)]
 
 
 def _period(values: Mapping[str, Any], name: str) -> int:
@@ -243,20 +302,24 @@ def _by_index(values: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
 def _keep_layers(small: dict[str, Any], config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Make `small` the config of these layers alone."""
     num_layers = config.num_hidden_layers
-    lists = {key: [value[layer] for layer in layers] for key, value in _per_layer(small, num_layers).items()}
-    numbers = {
-        key: [index for index, layer in enumerate(layers) if layer in value]
-        for key, value in _indices(small, num_layers).items()
-    }
-    entries = {
-        key: {index: value[layer] for index, layer in enumerate(layers) if layer in value}
-        for key, value in _by_index(small).items()
-    }
+    kept = _entries_of(small, num_layers, layers)
     for name in _NUM_FIRST:
         if small.get(name):
             small[name] = sum(layer < small[name] for layer in layers)
     for name in _NUM_LAST:
         if small.get(name):
             small[name] = sum(layer >= num_layers - small[name] for layer in layers)
-    small |= lists | numbers | entries
+    small |= kept
     small[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
+
+
+def _entries_of(small: Mapping[str, Any], num_layers: int, layers: Sequence[int]) -> dict[str, Any]:
+    """The lists and mappings that are about layers, for these alone, which are numbered anew."""
+    kept: dict[str, Any] = {}
+    for key, value in _per_layer(small, num_layers).items():
+        kept[key] = [value[layer] for layer in layers]
+    for key, numbers in _indices(small, num_layers).items():
+        kept[key] = [index for index, layer in enumerate(layers) if layer in numbers]
+    for key, entries in _by_index(small).items():
+        kept[key] = {index: entries[layer] for index, layer in enumerate(layers) if layer in entries}
+    return kept

@@ -101,13 +101,17 @@ class RowTrial:
         trust_remote_code: bool = False,
         with_packages: bool = False,
     ) -> None:
-        self.config, self.device, self.trust_remote_code = config, device, trust_remote_code
+        self.config = config
+        self.device = device
+        self.trust_remote_code = trust_remote_code
         self.with_packages = with_packages
         self.tolerances = (LOGITS_TOLERANCE, GRADIENTS_TOLERANCE) if device.type == "cpu" else (GPU_TOLERANCE,) * 2
         self.rows = _draw_rows()
         self.found: dict[str, str | None] = {}  # by the implementation of attention
         self.error: str | None = None
-        self.is_recurrent, self.num_positions, self.unreached = False, None, frozenset[str]()
+        self.is_recurrent = False
+        self.num_positions = None
+        self.unreached = frozenset[str]()
         self.wants_one_sequence = False
         register_stand_ins()
         import_model_file(config)
@@ -368,7 +372,10 @@ class HeadTrial:
         build: Callable[[PretrainedConfig], PreTrainedModel],
         differ: Differs,
     ) -> None:
-        self.model, self.config, self.row, self.logits = model, config, row, logits
+        self.model = model
+        self.config = config
+        self.row = row
+        self.logits = logits
         self.build, self.differ = build, differ
 
     def transform(self) -> LogitTransform | None:

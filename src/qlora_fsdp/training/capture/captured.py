@@ -85,7 +85,11 @@ class CapturedPasses:
         is_required: bool = False,
     ) -> None:
         self.reader = reader
-        self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
+        self.eager = eager
+        self.params = params
+        self.processes = processes
+        self.peaks = peaks
+        self.limit = limit
         self.device = processes.device
         is_sharded = isinstance(eager.model, FSDPModule)
         self.steps = Graphs("Step", partial(self._record, self._train), processes, is_sharded, is_required)

@@ -86,7 +86,10 @@ class Graphs:
         is_sharded: bool,
         is_required: bool = False,
     ) -> None:
-        self.name, self.record, self.processes, self.is_sharded = name, record, processes, is_sharded
+        self.name = name
+        self.record = record
+        self.processes = processes
+        self.is_sharded = is_sharded
         self.is_required = is_required
         self.by_key: dict[Key, Recorded] = {}
         self.reason: str | None = None
@@ -147,7 +150,9 @@ class Graphs:
 
     def _record(self, key: Key, batch: Batch) -> None:
         """Record the graph of a key, unless this rank has it. If a rank can't, give up all graphs."""
-        started, is_new, reason = time.perf_counter(), key not in self.by_key, None
+        started = time.perf_counter()
+        is_new = key not in self.by_key
+        reason = None
         if is_new:
             try:
                 self.by_key[key] = self.record(key, batch)

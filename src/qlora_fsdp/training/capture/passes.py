@@ -23,7 +23,10 @@ from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.sharding.shard import set_gradient_sync
 from qlora_fsdp.training.memory_use import PhasePeaks
 
-MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
+# rows and lengths are rounded up to these times a power of STEP
+MIN_ROWS = 16
+MIN_LONGEST = 128
+STEP = 4
 OF_TOKENS = ("input_ids", "targets", "position_ids", "num_tokens")
 OF_ANSWERS = ("is_good", "margins", "reference")
 OF_LABELS = ("labels", "label_positions")
@@ -92,7 +95,10 @@ class EagerPasses:
     are_replayed = False
 
     def __init__(self, model: TaskModel, device: torch.device, peaks: PhasePeaks, deterministic: bool = False) -> None:
-        self.model, self.device, self.peaks, self.deterministic = model, device, peaks, deterministic
+        self.model = model
+        self.device = device
+        self.peaks = peaks
+        self.deterministic = deterministic
         self.num_targets = 1
 
     def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -87,15 +87,21 @@ def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[s
     """
     is_open = config.distributed.context_parallel == AUTO
     num_slices = checkpoint.settings.get(SLICES, 1)
-    if num_ranks != checkpoint.num_ranks or not (is_open or num_slices == config.distributed.num_slices):
+    has_other_slices = not is_open and num_slices != config.distributed.num_slices
+    if num_ranks != checkpoint.num_ranks or has_other_slices:
         return {}
-    found: dict[str, Any] = {SLICES: num_slices} if is_open else {}
-    size, strategy = (checkpoint.settings.get(key) for key in OPEN)
-    if config.training.micro_batch_size == AUTO and isinstance(size, int) and size > 0:
-        found[OPEN[0]] = size
+    found: dict[str, Any] = {}
+    if is_open:
+        found[SLICES] = num_slices
+    size_key, strategy_key = OPEN
+    size = checkpoint.settings.get(size_key)
+    is_size = isinstance(size, int) and size > 0
+    if config.training.micro_batch_size == AUTO and is_size:
+        found[size_key] = size
+    strategy = checkpoint.settings.get(strategy_key)
     possible = WHOLE_OR_SPLIT if config.fsdp.may_be_whole else WHOLE_OR_SPLIT[1:]
     if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in possible:
-        found[OPEN[1]] = ShardingStrategy(strategy)
+        found[strategy_key] = ShardingStrategy(strategy)
     return found
 
 

@@ -60,7 +60,9 @@ class Saver:
 
     def __init__(self, thread: CheckpointThread, watch: Watch) -> None:
         self.thread, self.watch = thread, watch
-        self.config, self.content, self.processes = thread.config, thread.content, thread.processes
+        self.config = thread.config
+        self.content = thread.content
+        self.processes = thread.processes
 
     def __enter__(self) -> Saver:
         return self

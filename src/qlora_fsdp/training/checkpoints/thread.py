@@ -72,8 +72,13 @@ class CheckpointThread:
         processes: Processes,
         journal: Journal,
     ) -> None:
-        self.config, self.content, self.model, self.optimizer = config, content, model, optimizer
-        self.write_adapter, self.processes, self.journal = write_adapter, processes, journal
+        self.config = config
+        self.content = content
+        self.model = model
+        self.optimizer = optimizer
+        self.write_adapter = write_adapter
+        self.processes = processes
+        self.journal = journal
         self.thread_processes, self.host_copy = processes.for_thread(), HostCopy()
         self.last_time = time.monotonic()
         self._write: _Write | None = None

@@ -86,7 +86,9 @@ class HostCopy:
 
         Where several ranks hold the same rows of a tensor, one of them copies and writes these.
         """
-        tensors, rows, whole = {}, {}, {}
+        tensors = {}
+        rows = {}
+        whole = {}
         for position, (name, value) in enumerate(trained_state(model, optimizer).items()):
             local, (replica, num_replicas) = local_tensor(value), replica_of(value)
             whole[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
