@@ -228,10 +228,14 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
     assert (Path("outputs") / "one" / "summary.json").exists()
     more = ["launch.num_processes=3", "launch.dry_run=true", "run.name=two"]
     assert main([*BASE, "hydra/launcher=slurm", *more, "slurm.time=1:00:00", 'slurm.options=["--qos=long"]']) == 0
-    script = capsys.readouterr().out
+    script, notes = capsys.readouterr()
+    assert "slurm.cpus_per_task is not set" in notes and "cpus" not in script
     for line in ("#SBATCH --time=1:00:00", "#SBATCH --qos=long", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue"):
         assert line in script.splitlines()
     assert not (Path("outputs") / "two" / "job.sbatch").exists()
+    for cores in ("slurm.cpus_per_task=16", "slurm.options=[--exclusive]"):
+        assert main([*BASE, "hydra/launcher=slurm", *more, cores]) == 0
+        assert "cpus_per_task" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, 
 
 POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
 SCRIPT = "job.sbatch"
+NO_CORES = (
+    "Note: slurm.cpus_per_task is not set, so a node's ranks share the cores that the cluster gives one task by "
+    "default, which may be one core. Set slurm.cpus_per_task to a node's cores, or to some 8 for each GPU."
+)
 CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -41,6 +45,8 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     _refuse_differences(jobs)
     refuse(list(_find_misfits(jobs[0].config.launch, jobs[0].config.slurm)))
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
+    if _asks_for_no_cores(jobs[0].config.slurm):
+        print(NO_CORES, file=sys.stderr)  # a dry run's script is on stdout
     if jobs[0].config.launch.dry_run:
         print(_render_script(jobs, sweep.folder, Path.cwd()))
         return
@@ -216,6 +222,12 @@ def _find_misfits(launch: LaunchConfig, slurm: SlurmConfig) -> Iterator[Problem]
     if odd := [option for option in slurm.options if not option.startswith("-")]:
         reason = f"has {odd[0] or 'an empty text'}, which is no option of sbatch."
         yield problem_about("slurm.options", slurm.options, reason, 'Write them as in ["--qos=long"].')
+
+
+def _asks_for_no_cores(slurm: SlurmConfig) -> bool:
+    """Whether the number of a task's cores is left to the cluster: no setting and no option of sbatch's says it."""
+    says_cores = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
+    return slurm.cpus_per_task is None and not any(option.startswith(says_cores) for option in slurm.options)
 
 
 def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:
