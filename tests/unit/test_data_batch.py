@@ -11,7 +11,7 @@ import torch
 from qlora_fsdp.common.sizes import num_lengths, round_length
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
-from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences, pack
+from qlora_fsdp.data.sequences import Sequences, SequenceSettings, assign_packs, epoch_order, make_sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenized_rows import TokenizedRows
 from qlora_fsdp.model.count import FlopCounter
@@ -120,12 +120,12 @@ def test_packs_hold_every_row_once_and_fit(seed):
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 300))
     lengths = rng.integers(1, capacity + 1, size=rng.integers(1, 500))
-    row_ids, starts = pack(lengths, capacity, seed)
+    row_ids, starts = assign_packs(lengths, capacity, seed)
     assert sorted(row_ids) == list(range(len(lengths)))
     filled = np.add.reduceat(lengths[row_ids], starts[:-1])
     assert filled.max() <= capacity
     assert len(filled) == 1 or np.sort(filled)[:2].sum() > capacity  # no two packs would fit into one
-    again = pack(lengths, capacity, seed)
+    again = assign_packs(lengths, capacity, seed)
     np.testing.assert_array_equal(again[0], row_ids)
     np.testing.assert_array_equal(again[1], starts)
 
@@ -133,7 +133,7 @@ def test_packs_hold_every_row_once_and_fit(seed):
 def test_packing_is_tight_and_fast_on_chats():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.8, 0.9, size=200_000).astype(np.int64), 1, 2048)
     begin = time.perf_counter()
-    _, starts = pack(lengths, 2048, 0)
+    _, starts = assign_packs(lengths, 2048, 0)
     assert lengths.sum() / ((len(starts) - 1) * 2048) >= 0.97
     assert time.perf_counter() - begin < 10
 

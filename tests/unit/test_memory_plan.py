@@ -808,8 +808,8 @@ def test_micro_batch_is_chosen_with_the_policy():
         (8192, 1, (), True, [1, 2, 4]),  # more than 32,768 tokens gain nothing
         (65536, 1, (), True, [1]),
         (2048, 1, ("training.global_batch_size=12",), True, [1, 2, 4]),
-        (256, 2, (), False, [8]),  # on a CPU some 2,048 tokens
-        (512, 1, (), False, [4]),
+        (256, 2, (), False, [8, 4, 2, 1]),  # on a CPU some 2,048 tokens, or fewer if its memory has no room
+        (512, 1, (), False, [4, 2, 1]),
         (8192, 1, (), False, [1]),
         (2048, 1, ("training.micro_batch_size=8",), True, [8]),
     ],

@@ -264,14 +264,14 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
 def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> Sequences:
     """Packs the rows `row_ids` of `rows` into sequences, or makes each of them a sequence."""
     if settings.packing:
-        order, starts = pack(rows.lengths[row_ids], settings.max_length, settings.seed)
+        order, starts = assign_packs(rows.lengths[row_ids], settings.max_length, settings.seed)
         row_ids = row_ids[order]
     else:
         starts = np.arange(len(row_ids) + 1, dtype=np.int64)
     return Sequences(rows, row_ids, starts, settings.max_length, settings.pad_token_id, settings.packing)
 
 
-def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def assign_packs(lengths: NDArray[np.int64], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Assigns each row to a pack. Rows are kept whole.
 
     Args:

@@ -474,7 +474,7 @@ def _find_alike(conversation: Conversation, trace: Trace, numbers: list[int]) ->
     for alike in kinds.values():
         if len(alike) < 3:
             continue
-        frames: dict[int, Frame] = {}
+        frames: dict[int, Frame | None] = {}
         for number in (alike[0], alike[-1], alike[1]):
             if number == alike[1] and frames.get(alike[0]) == frames.get(alike[-1]):
                 break
