@@ -39,7 +39,7 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*CHATS, "data.chat_template=chat-ml"], ["data.chat_template=chat-ml is neither a file nor one of", "chatml"]),
     (["train", "model=tiny", "chats.jsonl"], ["chats.jsonl is not of the form key=value", "data=chats.jsonl?"]),
     ([*CHATS, "data.eval_fraction=5"], ["data.eval_fraction=5.0 must be", "less than 1", "Set data.eval_fraction="]),
-    ([*CHATS, "data.loss_on=assistant"], ["data.loss_on=assistant must be one of completion, all"]),
+    ([*CHATS, "data.loss_on=assistant"], ["data.loss_on=assistant must be one of completion, last, all"]),
     ([*CHATS, "data.max_rows=0"], ["data.max_rows=0 must be", "at least 1"]),
     (
         ["train", "model=tiny", "data.mix={chats.jsonl: 0}"],
@@ -128,7 +128,12 @@ def test_a_mistake_is_answered(argv: list[str], parts: list[str], capsys: pytest
 # Mistakes that a run finds: what is typed, ranks, exit code, and what the message holds. {folder} is the fixture's.
 FOUND: dict[str, tuple[list[str], int, int, list[str]]] = {
     "empty file": (["data.path={folder}/empty.jsonl"], 1, 2, ["empty.jsonl", "data."]),
-    "indented JSON": (["data.path={folder}/indented.jsonl"], 1, 2, ["no usable row", "indented.jsonl:1"]),
+    "indented JSON": (
+        ["data.path={folder}/indented.jsonl"],
+        1,
+        2,
+        ["indented.jsonl has a JSON object over", "jq -c ."],
+    ),
     "a spreadsheet": (["data.path={folder}/chats.xlsx"], 1, 2, ["chats.xlsx is of no known kind", "Use one of .jsonl"]),
     "an empty folder": (["data.path={folder}/none"], 1, 2, ["data.path=", "/none is a folder with no file of .jsonl"]),
     "chats without a template": (
@@ -145,7 +150,7 @@ FOUND: dict[str, tuple[list[str], int, int, list[str]]] = {
     ),
     "only pickled weights": (["model.path={folder}/pickled"], 1, 2, ["/pickled", "safetensors"]),
     "a file of the model is missing": (["model.path={folder}/partial"], 2, 2, ["model-00002-of-", "model.path="]),
-    "held-out rows of no use": (["data.eval_path={folder}/indented.jsonl"], 2, 2, ["no usable row", "data.eval_path"]),
+    "held-out rows of no use": (["data.eval_path={folder}/useless.jsonl"], 2, 2, ["no usable row", "data.eval_path"]),
     "nothing to adapt": (
         ["lora.target_modules=[norm]"],
         2,
@@ -178,7 +183,8 @@ def ended(
     folder, model = tmp_path_factory.mktemp("mistakes"), checkpoint("llama")
     (folder / "empty.jsonl").touch()
     (folder / "none").mkdir()
-    (folder / "indented.jsonl").write_text(json.dumps([CHAT], indent=2))
+    (folder / "indented.jsonl").write_text(json.dumps(CHAT, indent=2))
+    (folder / "useless.jsonl").write_text('{"a": 1}\n')
     (folder / "chats.xlsx").write_bytes(b"PK\x03\x04")
     (folder / "long.jsonl").write_text(json.dumps({"prompt": 100 * "a", "completion": "b"}) + "\n")
     (folder / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")

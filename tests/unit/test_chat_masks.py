@@ -21,7 +21,8 @@ from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, Lo
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.notes import check_end_marker
-from qlora_fsdp.data.row import BadRow, check_row
+from qlora_fsdp.data.read_row import read_row
+from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import load_tokenizer
 from qlora_fsdp.inference.prompts import chat_tokens
@@ -221,7 +222,7 @@ def test_tools_their_calls_and_their_answers(is_text: bool):
 def test_tools_that_are_none(tools: Any, kind: str, detail: str):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
     with pytest.raises(BadRow) as caught:
-        check_row(row, DataFormat.auto, {})
+        read_row(row, DataFormat.auto, {})
     assert caught.value.kind == kind and detail in caught.value.detail
 
 

@@ -620,7 +620,7 @@ def test_conversations_by_any_name_are_the_same(tmp_path, run):
         assert found[-1] == found[0], (row, columns)
     with pytest.raises(DataError, match=r"message 1 has no role \(keys: by, said; data\.columns=\{role: NAME"):
         run(write_lines(tmp_path / "c.jsonl", {"messages": spoken}))
-    with pytest.raises(DataError, match=r"set data\.columns=\{messages: dialog\}"):
+    with pytest.raises(DataError, match=r"set data\.columns=\{messages: dialog, role: by, content: said\}"):
         run(write_lines(tmp_path / "d.jsonl", {"dialog": spoken}))
 
 

@@ -33,7 +33,7 @@ from qlora_fsdp.config.schema import (
 )
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.batch import Batch, collate
-from qlora_fsdp.data.preferences import read_answers
+from qlora_fsdp.data.read_answers import read_answers
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences

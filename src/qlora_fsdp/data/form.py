@@ -10,9 +10,10 @@ from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import DataFormat, TaskName
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.parse import parse_row
-from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
-from qlora_fsdp.data.row import BadRow, check_row
+from qlora_fsdp.data.read_answers import read_answers
+from qlora_fsdp.data.read_row import read_row
+from qlora_fsdp.data.row import BadRow
 
 ROWS_LOOKED_AT = 100  # the first of them may be bad
 
@@ -38,7 +39,7 @@ def find_first(spec: DataSpec) -> tuple[DataFormat, dict[str, Any]] | None:
                 if spec.task.name is TaskName.preference:
                     answer = read_answers(parse_row(raw), spec.task.has_pairs, data.columns)[0]
                     return answer.form, answer.fields
-                return check_row(parse_row(raw), data.format, data.columns)
+                return read_row(parse_row(raw), data.format, data.columns)
             except BadRow:
                 continue
     except DataError:  # the rows were tokenized before, and are not there any more

@@ -7,6 +7,9 @@ from typing import Any
 
 from qlora_fsdp.data.row import EMPTY, NOT_JSON, NOT_UTF8, WRONG_KEYS, BadRow
 
+# What Excel writes as CSV in Western countries.
+CONVERT = "if the file is Windows-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+
 
 def parse_row(raw: bytes) -> dict[str, Any]:
     """Parses a row, whatever its keys.
@@ -19,7 +22,8 @@ def parse_row(raw: bytes) -> dict[str, Any]:
     try:
         row = json.loads(raw.decode("utf-8"), object_pairs_hook=_read_object)
     except UnicodeDecodeError as error:
-        raise BadRow(NOT_UTF8, f"byte {error.start + 1} of the row is 0x{raw[error.start]:02x}") from error
+        place = f"byte {error.start + 1} of the row is 0x{raw[error.start]:02x}"
+        raise BadRow(NOT_UTF8, f"{place}; {CONVERT}") from error
     except (ValueError, RecursionError) as error:
         raise BadRow(NOT_JSON, str(error)) from error
     check_unicode(raw, row)

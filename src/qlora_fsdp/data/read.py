@@ -23,7 +23,7 @@ from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.columns import NOT_TEXT, used_columns
+from qlora_fsdp.data.columns import NOT_TEXT
 from qlora_fsdp.data.files.find_files import find_files
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.files.row_file import RowFile
@@ -40,7 +40,8 @@ from qlora_fsdp.data.files.row_files import (
 )
 from qlora_fsdp.data.files.unpacking import Unpacking
 from qlora_fsdp.data.labels import used_label_columns
-from qlora_fsdp.data.preferences import preference_columns
+from qlora_fsdp.data.layouts import text_columns
+from qlora_fsdp.data.read_answers import preference_columns
 
 if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in the cache do not need it
     import datasets
@@ -103,7 +104,7 @@ def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[st
         return used_label_columns(names, data.columns, task)
     if task.compares_answers:
         return preference_columns(names, data.columns)
-    return used_columns(names, data.format, data.columns)
+    return text_columns(names, data.format, data.columns)
 
 
 def training_paths(data: DataConfig) -> list[Paths]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.columns import MORE_KEYS, NOT_TEXT, REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
+from qlora_fsdp.data.columns import MORE_KEYS, NOT_TEXT, REQUIRED_KEYS, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.message import PART_KEY, SYSTEM, TRAIN_KEYS, as_template_sees, function_of, role_of
 
 EMPTY = "empty"
@@ -54,28 +54,21 @@ class BadRow(Exception):
         self.detail = detail
 
 
-def check_row(
-    found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str]
-) -> tuple[DataFormat, dict[str, Any]]:
-    """Checks the keys and types of a parsed row that its form needs. Other keys are ignored.
+def check_row(row: dict[str, Any], form: DataFormat, columns: Mapping[str, str]) -> tuple[DataFormat, dict[str, Any]]:
+    """Checks the keys and types that the form of a row needs. Other keys are ignored.
 
     Args:
-        found: the row, as `parse_row` gives it.
-        data_format: the form of the rows; `auto`: it is told by their keys.
-        columns: the names that the data has for the keys of the form, where they differ (data.columns).
+        row: it has the keys of its form, under the names of this project.
+        form: one of REQUIRED_KEYS.
+        columns: the names that the data has for the keys of turns (data.columns).
 
     Returns:
-        The form and the row. ShareGPT's rows become messages, so the form is never `sharegpt`, and never `auto`. So do
-        a prompt and a completion of which one is a list of messages.
+        The form and the row. ShareGPT's rows become messages, so the form is never `sharegpt`. So do a prompt and a
+        completion of which one is a list of messages.
 
     Raises:
         BadRow: the row can't be used.
     """
-    row = rename(found, columns)
-    form = _detect(row, found, columns) if data_format is DataFormat.auto else data_format
-    missing = [key for key in REQUIRED_KEYS[form] if key not in row]
-    if missing:
-        raise BadRow(WRONG_KEYS, explain_keys(found, missing, columns))
     if form is DataFormat.prompt_completion:
         refuse_turns_as_text("prompt", row["prompt"])
     if form is DataFormat.sharegpt:
@@ -107,18 +100,6 @@ def check_row(
         if row.get("history"):
             raise BadRow(WRONG_KEYS, "history is not empty, and Alpaca's prompt has no place for it; write messages")
     return form, row
-
-
-def _detect(row: dict[str, Any], found: dict[str, Any], columns: Mapping[str, str]) -> DataFormat:
-    """The form of a row, of which `found` is as it is in the data.
-
-    A table that was joined of several has the columns of all their forms, null where a row is of another one.
-    """
-    for there in ([key for key, value in row.items() if value is not None], list(row)):
-        for form, keys in REQUIRED_KEYS.items():
-            if all(key in there for key in keys):
-                return form
-    raise BadRow(WRONG_KEYS, explain_keys(found, (), columns))
 
 
 def _rename_keys(turns: Any, columns: Mapping[str, str]) -> Any:

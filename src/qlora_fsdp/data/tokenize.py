@@ -18,7 +18,8 @@ from qlora_fsdp.data.chats.turns import ends_of
 from qlora_fsdp.data.cut import MAY_SPLIT, SAME_ROW, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.parse import parse_row
-from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt, check_row
+from qlora_fsdp.data.read_row import read_row
+from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 Tokens = NDArray[np.int32]
@@ -71,7 +72,7 @@ class RowTokenizer:
         formatted: list[tuple[str, FormattedRow, bool]] = []
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                form, fields = check_row(parse_row(raw), self.data_format, self.columns)
+                form, fields = read_row(parse_row(raw), self.data_format, self.columns)
                 if self.system_prompt and form is DataFormat.messages:
                     fields = add_system_prompt(fields, self.system_prompt)
                 rows = format_row(form, fields, self.loss_on, self.tokenizer, self.thoughts)

@@ -10,6 +10,7 @@ from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.columns import MAX_KEYS, MORE_KEYS, rename
+from qlora_fsdp.data.layouts import OF_CHATS, is_judgement
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row import BadRow
@@ -51,9 +52,12 @@ def find_unused(
 def _unused_of(row: dict[str, Any], source: Source, columns: Mapping[str, str]) -> list[str]:
     chosen = source.choose(list(row))
     ours = rename(row, columns)
-    if "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in TEXTS):  # there is no conversation
-        of_messages = {columns.get(key, key) for key in MORE_KEYS[DataFormat.messages]}
+    are_texts = "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in TEXTS)
+    if are_texts and not any(key in columns for key in OF_CHATS):  # there is no conversation
+        of_messages = {columns.get(key, key) for key in MORE_KEYS[DataFormat.prompt_completion]}
         chosen = [key for key in chosen if key not in of_messages or not row[key]]
+    if "label" in row and not is_judgement(row["label"]) and ("completion" in ours or "messages" in ours):
+        chosen = [key for key in chosen if key != "label"]
     return [key for key in row if key not in chosen]
 
 

@@ -36,6 +36,7 @@ _COLUMNS = (
     "instruction",
     "input",
     "output",
+    "reasoning_content",
     "text",
     "label",
     "labels",

@@ -41,6 +41,9 @@ Reader = Callable[[RowFile, ChooseColumns, Unpacking, Position], Iterator[RawRow
 
 TEXT_SUFFIXES = (".txt", ".md")
 TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+BEGINNING = 2**20  # bytes of a JSON file that tell what it is
+# Keys of one row, which alone in its file is no object that holds rows.
+ROW_KEYS = ("messages", "conversations", "prompt", "chosen")
 BATCH_ROWS = 1000  # of Parquet and Arrow files, and of what is copied before it is tokenized
 # Of files that can't be read. ValueError and OverflowError: pyarrow has values that Python has not (the year 20,000).
 BROKEN = (
@@ -149,7 +152,54 @@ def _open_zstd(stream: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(decompressed)
 
 
-def _read_jsonl(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_holder(file: RowFile, beginning: bytes) -> None:
+    """See that a file is no JSON object that holds the rows, as under `data`, or a list for each column, and no row
+    that takes several lines.
+
+    Raises:
+        DataError: it is one. The message has the command that writes the rows.
+    """
+    over_lines = DataError(
+        f"{file} has a JSON object over several lines, where each row is one line. Write it so: jq -c . {file.name} > "
+        f"rows.jsonl, or jq -c '.KEY[]' {file.name} > rows.jsonl where KEY holds the rows."
+    )
+    begins_object = beginning.partition(b"\n")[0].strip() == b"{"
+    try:
+        found = json.loads(beginning)
+    except (ValueError, RecursionError):
+        if begins_object:
+            raise over_lines from None
+        return
+    holders = [key for key, value in found.items() if _is_list_of(value, dict)]
+    if len(holders) == 1 and not any(key in found for key in ROW_KEYS):
+        raise DataError(
+            f"{file} is one JSON object, whose rows are under {holders[0]}. Write them, a line each: "
+            f"jq -c '.[\"{holders[0]}\"][]' {file.name} > rows.jsonl."
+        )
+    lengths = {len(value) for value in found.values() if isinstance(value, list)}
+    if len(found) > 1 and len(lengths) == 1 and all(isinstance(value, list) for value in found.values()):
+        raise DataError(
+            f"{file} is one JSON object with a list for each column. Write a row a line: "
+            f"python -c \"import pandas; pandas.read_json('{file.name}').to_json('rows.jsonl', orient='records', "
+            'lines=True)".'
+        )
+    if begins_object:
+        raise over_lines
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
+
+
+def _read_lines(file: RowFile, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     can_seek = file.suffix not in COMPRESSIONS
     with _open(file, unpacking) as lines:
         if position.start:
@@ -172,10 +222,16 @@ def _read_jsonl(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, posi
 
 
 def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
+    """Rows of a JSON list, or one row a line, whichever of the two names the file has."""
     with _open(file, unpacking) as stream:
-        is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_list:  # one row per line, under the name .json
-        yield from _read_jsonl(file, choose, unpacking, position)
+        beginning = stream.read(BEGINNING).removeprefix(b"\xef\xbb\xbf").strip()
+    first_line, _, others = beginning.partition(b"\n")
+    is_line = _is_json(first_line)
+    may_be_one_row = is_line and ".jsonl" in file.name
+    if beginning.startswith(b"{") and not may_be_one_row and not (is_line and others.strip()):
+        _refuse_holder(file, beginning)
+    if not beginning.startswith(b"[") or (is_line and others.strip()):
+        yield from _read_lines(file, unpacking, position)
         return
     with _open(file, unpacking) as stream:
         try:
@@ -284,7 +340,7 @@ def _read_batches(
 
 
 READERS: dict[str, Reader] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
