@@ -305,8 +305,9 @@ def test_the_setting_that_is_named_reads_the_pair_with_all_of_it(name: str):
 
 def test_a_tree_of_messages_is_no_text():
     row = {"message_id": "2", "parent_id": "1", "text": "Four.", "role": "assistant", "rank": 0}
-    with pytest.raises(BadRow, match="one message of a tree"):
+    with pytest.raises(BadRow, match=r"one message of a tree.*set data\.format=text"):
         read_row(row, DataFormat.auto, {})
+    assert said(*read_row(row, DataFormat.text, {})) == ["Four."]
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

@@ -153,9 +153,8 @@ def _ask_about_label(row: Row) -> Row:
 def _refuse_tree(row: Row) -> Row:
     raise BadRow(
         WRONG_KEYS,
-        "one message of a tree (parent_id), whose parent is not among the rows before it, back to the one without a "
-        "parent. Sort the rows so that those of a tree follow one another, parents first; trees are not streamed "
-        "(data.streaming)",
+        "one message of a tree (parent_id), and no conversation. Write each path from a message without a parent to"
+        " one without replies as a row of messages; to train on every message as plain text, set data.format=text",
     )
 
 

@@ -161,8 +161,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _refuse_holder(file: RowFile, beginning: bytes) -> None:
-    """See that a file is no JSON object that holds the rows, as under `data`, or a list for each column, and no row
-    that takes several lines.
+    """See that a file is no JSON object that holds rows, under a key or by columns, and no row of several lines.
 
     Raises:
         DataError: it is one. The message has the command that writes the rows.
