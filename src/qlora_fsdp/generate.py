@@ -94,8 +94,8 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
         from qlora_fsdp.inference.trained import load_trained, num_positions
 
     trained = load_trained(config, settings, processes, generates=True)
-    prompts = _tokenize(rows, trained, settings, config.data.system_prompt)
-    _check_lengths(prompts, settings, num_positions(trained))
+    prompts = tokenize_prompts(rows, trained, settings, config.data.system_prompt)
+    check_lengths(prompts, settings, num_positions(trained))
     parts = processes.gather(complete(prompts, trained, settings, processes), dict[int, str], patiently=True)
     everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
     if not processes.is_main:
@@ -192,7 +192,6 @@ def check_generation(settings: GenerateSettings, task: TaskConfig, others: Seque
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     if settings.prompts is None:
         return [{"prompt": settings.prompt}]
-    from qlora_fsdp.data.columns import NOT_TEXT
     from qlora_fsdp.data.parse import check_unicode
     from qlora_fsdp.data.row import BadRow
 
@@ -208,17 +207,32 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
             raise DataError(f"{place} is {bad.kind}: {bad.detail}. Repair it.") from bad
         if row is None:
             continue
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _turns(row)):
-            raise DataError(f"{place} has neither prompt nor messages. {A_ROW}")
-        if media := [key for key in NOT_TEXT if row.get(key)]:
-            raise DataError(f"{place} has {media[0]}, and a model of text sees none. Leave the row out.")
+        check_prompt_row(row, place)
         rows.append(row)
     if not rows:
         raise DataError(f"prompts={settings.prompts} has no rows. Set prompts to a file of JSON lines.")
     return rows
 
 
-def _tokenize(
+def check_prompt_row(row: Any, place: str) -> None:
+    """Check that a row has a prompt or a conversation, and nothing that a model of text can't see.
+
+    Args:
+        row: a value that was read from JSON.
+        place: where it stands, for messages.
+
+    Raises:
+        DataError: it can't be completed.
+    """
+    from qlora_fsdp.data.columns import NOT_TEXT
+
+    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _turns(row)):
+        raise DataError(f"{place} has neither prompt nor messages. {A_ROW}")
+    if media := [key for key in NOT_TEXT if row.get(key)]:
+        raise DataError(f"{place} has {media[0]}, and a model of text sees none. Leave the row out.")
+
+
+def tokenize_prompts(
     rows: list[dict[str, Any]], trained: AssembledModel, settings: GenerateSettings, system: str | None
 ) -> list[list[int]]:
     """Token ids of each row's prompt or conversation, with what these begin with where they have no system message."""
@@ -260,7 +274,17 @@ def _is_answered(turns: Any) -> bool:
     return isinstance(turns, list) and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"
 
 
-def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: int | None) -> None:
+def check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: int | None) -> None:
+    """Check that every prompt has tokens, and room for its completion.
+
+    Args:
+        prompts: token ids of each.
+        settings: how many tokens a completion may have.
+        limit: how many positions the model knows; None for any number.
+
+    Raises:
+        DataError: one has none, or is too long.
+    """
     for number, tokens in enumerate(prompts, start=1):
         if not tokens:
             raise DataError(f"row {number}: the prompt has no token to go on from. Give it some text.")

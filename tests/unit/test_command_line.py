@@ -111,7 +111,7 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
         assert main(["completion", line]) == 0
         return capsys.readouterr().out.splitlines()
 
-    assert complete("qlora-fsdp pre") == ["preflight ", "prepare ", "preview "]
+    assert complete("qlora-fsdp pre") == ["predict ", "preflight ", "prepare ", "preview "]
     assert complete("qlora-fsdp train model=tiny lora.r") == ["lora.r=", "lora.rank_pattern="]
     assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none "]
     assert complete("qlora-fsdp generate ada") == ["adapter="]

@@ -56,18 +56,18 @@ class LabelledRowTokenizer:
     def _encode(self, raw: bytes) -> tuple[tuple[str, str], list[int], list[bool], list[float]]:
         row = rename(parse_row(raw), label_columns(self.columns, self.task))
         if self.task.name is TaskName.sequence_classification:
-            text = _read_text(row)
+            text = read_text(row)
             labels = read_labels(row, self.task)
-            problem, tokens, _ = self._tokenize(text)
+            problem, tokens, _ = self.tokenize(text)
             return problem, tokens, [False] * len(tokens), labels
         words, word_labels = _read_words(row, self.task)
-        problem, tokens, offsets = self._tokenize(" ".join(words))
+        problem, tokens, offsets = self.tokenize(" ".join(words))
         is_labelled, labels = label_first_tokens(words, word_labels, offsets)
         if not labels:
             raise BadRow(NO_TARGET, f"within {self.max_length} tokens" if problem[0] else "no word has a label")
         return problem, tokens, is_labelled, labels
 
-    def _tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
+    def tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
         """What is wrong with the length, token ids, and where each token is in the text; special ones are nowhere."""
         whole, text = text, first_text(self.tokenizer, text, self.max_length)
         encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
@@ -97,7 +97,12 @@ def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: T
     return found if columns.get(given, given) in found and len(found) > 1 else list(names)
 
 
-def _read_text(row: dict[str, Any]) -> str:
+def read_text(row: dict[str, Any]) -> str:
+    """The text of a row.
+
+    Raises:
+        BadRow: it has none.
+    """
     text = row.get("text")
     if text is None:
         raise BadRow(WRONG_KEYS, _no_key("text", row))
