@@ -25,7 +25,7 @@ from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
-from qlora_fsdp.generate import GenerateSettings, _read_rows, _tokenize
+from qlora_fsdp.generate import GenerateSettings, _read_rows, tokenize_prompts
 from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
 
@@ -160,14 +160,18 @@ def test_prompts_beside_images_are_refused(tmp_path: Path):
 def test_a_prompt_in_a_file_may_be_messages():
     turns = [{"role": "user", "content": "hi"}]
     trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
-    of_prompt, of_messages = _tokenize([{"prompt": turns}, {"messages": turns}], trained, GenerateSettings(), None)
+    of_prompt, of_messages = tokenize_prompts(
+        [{"prompt": turns}, {"messages": turns}], trained, GenerateSettings(), None
+    )
     assert of_prompt == of_messages
 
 
 def test_a_conversation_in_a_file_begins_with_its_own_system_column():
     rows = [{"messages": [{"role": "user", "content": "hi"}], "system": text} for text in ("Talk.", "", None)]
     trained: Any = SimpleNamespace(tokenizer=byte_tokenizer())
-    texts = [trained.tokenizer.decode(tokens) for tokens in _tokenize(rows, trained, GenerateSettings(), "Be terse.")]
+    texts = [
+        trained.tokenizer.decode(tokens) for tokens in tokenize_prompts(rows, trained, GenerateSettings(), "Be terse.")
+    ]
     assert [("Talk." in text, "terse" in text) for text in texts] == [(True, False), (False, True), (False, True)]
 
 
@@ -179,7 +183,7 @@ def test_a_prompt_in_a_file_has_its_own_system_message_and_tools():
     trained.tokenizer.chat_template = template.read_text()
     own = {"system": "Talk.", "tools": tools}
     rows = [{"prompt": "hi", **own}, {"messages": [{"role": "user", "content": "hi"}], **own}]
-    of_prompt, of_messages = _tokenize(rows, trained, GenerateSettings(), "Be terse.")
+    of_prompt, of_messages = tokenize_prompts(rows, trained, GenerateSettings(), "Be terse.")
     assert of_prompt == of_messages
 
 
@@ -189,7 +193,7 @@ def test_a_conversation_that_is_answered_already_is_told(caplog: pytest.LogCaptu
     asked = [{"role": "user", "content": "hi"}]
     rows = [{"messages": asked}, {"messages": [*asked, {"role": "assistant", "content": "Hello."}]}]
     with caplog.at_level("INFO", "qlora_fsdp"):
-        _tokenize(rows[:1], trained, GenerateSettings(), None)
+        tokenize_prompts(rows[:1], trained, GenerateSettings(), None)
         assert not caplog.messages
-        _tokenize(rows, trained, GenerateSettings(), None)
+        tokenize_prompts(rows, trained, GenerateSettings(), None)
     assert "1 of 2 conversations end with the assistant's answer" in caplog.text

@@ -143,4 +143,4 @@ def test_nobody_elses_words_are_trained_on_and_every_answers_are_or_that_is_told
     tokenizer = make_tokenizer(template, model_template(template), tmp_path)
     first = TEMPLATES.index(template) * len(SEEDS)
     num_used = sum(check(template, make_conversation(first + seed), tokenizer) for seed in SEEDS)
-    assert num_used >= 8 or template == "llava_next"  # which knows contents in parts alone
+    assert num_used >= 8

@@ -46,7 +46,7 @@ REASONS: dict[str, set[str]] = {
     "gemma3": {BEHIND_STOP},
     "glm4moe": set(),
     "gptoss": {IN_PROMPT, REFUSED},
-    "idefics3": {REFUSED},
+    "idefics3": {BEHIND_STOP, REFUSED},
     "lfm2": {BEHIND_STOP, REFUSED},
     "lfm2_v2": {BEHIND_STOP},
     "llama3": {REFUSED},
@@ -67,7 +67,7 @@ REASONS: dict[str, set[str]] = {
     "qwen3_8": {IN_PROMPT, BEHIND_STOP},
     "qwen3_instruct_2507": {BEHIND_STOP},
     "qwen3_vl": {BEHIND_STOP},
-    "smolvlm": {REFUSED},
+    "smolvlm": {BEHIND_STOP, REFUSED},
 }
 
 

@@ -14,11 +14,9 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chats.conversation import read_conversation
-from qlora_fsdp.data.chats.template import check_length, limited_rendering
 from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, check_row
-from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.data.tokenizer import begin_tokens, encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
@@ -123,16 +121,8 @@ def chat_tokens(
     row = add_system_prompt(row, system) if system else row
     try:
         conversation = read_conversation(row["messages"], row["tools"], tokenizer)
-        messages, tools = conversation.messages, conversation.tools
-        with limited_rendering():
-            arguments = template_arguments(tokenizer)
-            text = str(
-                tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=True, tokenize=False, **arguments
-                )
-            )
-        check_length(text)
-        written = conversation.render(messages)
+        text = conversation.render(conversation.messages, prompt=True)
+        written = conversation.render(conversation.messages)
         check_written(conversation, written)
         check_words(conversation, written)
     except DataError:

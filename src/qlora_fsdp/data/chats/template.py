@@ -98,6 +98,12 @@ class Conversation:
         """These as one text, by which what is found out of a template is kept: a tokenizer may get others."""
         return json.dumps(self.variables, default=str)
 
+    def as_template_takes(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages whose texts are lists of one part for a template that knows parts alone, as some of images do."""
+        if not _takes_parts_alone(self.template, self.variables_key):
+            return messages
+        return [_with_parts(message) for message in messages]
+
     def replace(self, number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages with another one in the place of one."""
         return [*self.messages[:number], message, *self.messages[number + 1 :]]
@@ -125,7 +131,7 @@ class Conversation:
         try:
             with limited_rendering():
                 rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
-                    conversations=[messages],
+                    conversations=[self.as_template_takes(messages)],
                     tools=self.tools,
                     chat_template=self.template,
                     add_generation_prompt=prompt,
@@ -154,7 +160,7 @@ class Conversation:
         Raises:
             Exception: of any type; templates compute, and their sandbox lets errors through.
         """
-        messages = _name_reasoning([dict(message) for message in self.messages])
+        messages = self.as_template_takes(_name_reasoning([dict(message) for message in self.messages]))
         numbers = {id(message): number for number, message in enumerate(messages)}
         blocks: list[str] = []
         marks: list[Span] = []
@@ -249,6 +255,38 @@ def _compile(source: str) -> Template:
     tree.set_environment(environment)
     template: Template = Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
     return template
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+@lru_cache(maxsize=8)
+def _takes_parts_alone(source: str, variables: str) -> bool:
+    """Whether a template writes what a message says only where that is a list of parts: both are tried.
+
+    Args:
+        source: the template.
+        variables: what it is given beside the messages, as JSON.
+    """
+    message = {"role": "user", "content": "Is this word written?"}
+    found = []
+    for tried in (message, _with_parts(message)):
+        given = {"messages": [tried], "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            with limited_rendering():
+                text = "".join(
+                    chat_template_utils._compile_jinja_template(source).generate({**json.loads(variables), **given})
+                )
+        except DataError:
+            raise
+        except Exception:  # it wants another conversation, and is given texts
+            return False
+        found.append(message["content"] in text)
+    return found == [False, True]
 
 
 @lru_cache(maxsize=8)
