@@ -102,8 +102,10 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     is_unpacked = not config.training.packing
+    problems = [problem for source in data.report.sources for problem in source.problems]
+    row_word = "used row" if any(problem.num_kept < problem.num_rows for problem in problems) else "row"
     shown: tuple[Iterable[str], ...] = (
-        _rows(data.train, tokenizer, settings, spec, colored),
+        _rows(data.train, tokenizer, settings, spec, colored, row_word),
         _figures(data, spec, config.distributed.num_slices, is_unpacked),
         _cleaned(data, tokenizer),
     )
@@ -114,9 +116,18 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
 
 
 def _rows(
-    data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, spec: DataSpec, colored: bool
+    data: Sequences,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PreviewSettings,
+    spec: DataSpec,
+    colored: bool,
+    row_word: str,
 ) -> Iterator[str]:
-    """The rows in the order of the file, each below a line about it; of a mix, some of each data set."""
+    """The rows in the order of the file, each below a line about it; of a mix, some of each data set.
+
+    They are numbered as rows that are used. Where others are left out, whose places in the file are told below, each
+    line says so.
+    """
     import numpy as np
 
     from qlora_fsdp.data.labels import name_labels
@@ -126,7 +137,7 @@ def _rows(
     names = [f"{path}, " for path in spec.settings.mix] if isinstance(data.rows, MixedRows) else [""]
     used = np.unique(data.row_ids)  # a mix repeats rows
     order = [
-        (row, f"{name}row {row - first + 1}")
+        (row, f"{name}{row_word} {row - first + 1}")
         for name, (first, last) in zip(names, pairwise(starts), strict=True)
         for row in used[(first <= used) & (used < last)][settings.first - 1 :][: settings.rows].tolist()
     ]

@@ -45,9 +45,9 @@ def test_rows_what_is_trained_on_and_lengths(tmp_path: Path, capsys: pytest.Capt
     code, out, _ = show(tmp_path, capsys, "rows=2", "training.max_length=100")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("--- row 1: ") and lines[0].endswith(" trained on")
+    assert lines[0].startswith("--- used row 1: ") and lines[0].endswith(" trained on")
     assert "<|im_start|>assistant\n[[Hello!<|im_end|>" in out and "user\nHi?<|im_end|>" in out
-    assert "--- row 2: 7 tokens, 2 trained on\n<bos>2+2=[[4<eos>]]\n" in out
+    assert "--- used row 2: 7 tokens, 2 trained on\n<bos>2+2=[[4<eos>]]\n" in out
     assert "plain text" not in out
     assert "4 rows read, 3 used" in out and "1 row left out (wrong keys): rows.jsonl:3" in out
     assert "tokens a row: 7 to " in out and "% full" in out
@@ -79,7 +79,7 @@ def test_a_mix_shows_rows_and_shares_of_each(tmp_path: Path, capsys: pytest.Capt
     mix = f"data.mix={{{tmp_path / 'rows.jsonl'}:1,{other}:1}}"
     code, out, _ = show(tmp_path, capsys, "rows=1", "data.path=null", mix, "training.max_length=100")
     assert code == 0
-    assert f"--- {tmp_path / 'rows.jsonl'}, row 1: " in out and f"--- {other}, row 1: 9 tokens" in out
+    assert f"--- {tmp_path / 'rows.jsonl'}, used row 1: " in out and f"--- {other}, used row 1: 9 tokens" in out
     assert f"mix: {other}: 1 row 3 times, 50.0% of the rows" in out
 
 
