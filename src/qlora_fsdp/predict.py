@@ -26,7 +26,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
-from qlora_fsdp.config.schema import Config, DataConfig
+from qlora_fsdp.config.schema import Config, DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.generate import (
     GenerateSettings,
@@ -39,6 +39,7 @@ from qlora_fsdp.generate import (
 from qlora_fsdp.runtime.run_command import check_out, log, run_command
 
 if TYPE_CHECKING:
+    from qlora_fsdp.inference.predictor import Predictor
     from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
@@ -88,9 +89,9 @@ class PredictSettings(BaseAndAdapterSettings):
 def predict_rows(settings: PredictSettings, config: Config, processes: Processes) -> None:
     """Load the model, and write the predictions of the rows that have none yet."""
     generation = _generation_of(settings)
-    _check(settings, config, generation, processes)
+    _check(settings, config.data, config.task, generation, processes)
     assert settings.out is not None
-    rows, digest = read_rows(config)
+    rows, digest = read_rows(config.data, config.task)
     file = PredictionFile(Path(settings.out).expanduser(), _identity(settings, config, digest))
     num_done = processes.share(file.open() if processes.is_main else None, int, patiently=True)
     if num_done > len(rows):
@@ -99,15 +100,17 @@ def predict_rows(settings: PredictSettings, config: Config, processes: Processes
         log.info(f"Goes on behind row {num_done:,} of {len(rows):,}, which {file.part} has")
     if num_done < len(rows):
         with quick_imports():
+            from qlora_fsdp.inference.predictor import Predictor
             from qlora_fsdp.inference.trained import load_trained
 
         trained = load_trained(config, settings, processes, generates=config.task.is_causal)
         if config.task.is_causal:
-            predict = _by_text(rows, trained, generation, config, processes)
+            predict = _by_text(rows, trained, generation, config.data.system_prompt, processes)
             step = max(TEXTS_A_PART, settings.batch_size or 0) * processes.num_ranks
         else:
             batch_size = settings.batch_size or BATCH_SIZE
-            predict = _by_head(rows, trained, batch_size, config, processes)
+            predictor = Predictor(trained, config.task, config.data.columns, config.training.max_length)
+            predict = _by_head(rows, predictor, batch_size, processes)
             step = batch_size * processes.num_ranks
         for first in range(num_done, len(rows), step):
             last = min(len(rows), first + step)
@@ -134,13 +137,15 @@ def _generation_of(settings: PredictSettings) -> GenerateSettings:
     )
 
 
-def _check(settings: PredictSettings, config: Config, generation: GenerateSettings, processes: Processes) -> None:
+def _check(
+    settings: PredictSettings, data: DataConfig, task: TaskConfig, generation: GenerateSettings, processes: Processes
+) -> None:
     """Refuse what makes no sense, before anything is read.
 
     Raises:
         ConfigError: all problems that were found.
     """
-    problems = list(_not_read(config.data))
+    problems = list(_not_read(data))
     if settings.out is None:
         problems.append(Problem("out", "is missing.", "Set out=predictions.jsonl, or a file .csv."))
     elif Path(settings.out).suffix not in (".jsonl", ".csv"):
@@ -148,15 +153,15 @@ def _check(settings: PredictSettings, config: Config, generation: GenerateSettin
         problems.append(Problem(f"out={settings.out}", reason, "Set out to a file .jsonl or .csv."))
     elif processes.is_main:
         problems += check_out(settings.out)
-    if config.task.is_causal:
-        check_generation(generation, config.task, problems)
+    if task.is_causal:
+        check_generation(generation, task, problems)
         return
     if settings.batch_size is not None and settings.batch_size < 1:
         problems.append(Problem(f"batch_size={settings.batch_size}", "must be at least 1.", "Set batch_size higher."))
     for name in ("max_new_tokens", "temperature", "top_p", "seed", "raw"):
         value = getattr(settings, name)
         if value != getattr(PredictSettings, name):
-            reason = f"has no effect with {show('task.name', config.task.name)}, which writes no text."
+            reason = f"has no effect with {show('task.name', task.name)}, which writes no text."
             problems.append(Problem(show(name, value), reason, "Leave it out."))
     refuse(problems)
 
@@ -171,7 +176,7 @@ def _not_read(data: DataConfig) -> Iterator[Problem]:
             yield Problem(show(f"data.{name}", value), reason, "Leave it out.")
 
 
-def read_rows(config: Config) -> tuple[Rows, str]:
+def read_rows(data: DataConfig, task: TaskConfig) -> tuple[Rows, str]:
     """Every row with its place, and the SHA-256 of them all.
 
     Raises:
@@ -181,7 +186,7 @@ def read_rows(config: Config) -> tuple[Rows, str]:
     from qlora_fsdp.data.read import find_source, iterate_rows
     from qlora_fsdp.data.row import BadRow
 
-    source = replace(find_source(config.data.path, config.data, config.task), choose=list)
+    source = replace(find_source(data.path, data, task), choose=list)
     digest = hashlib.sha256()
     rows: Rows = []
     for place, raw in iterate_rows(source):
@@ -191,7 +196,7 @@ def read_rows(config: Config) -> tuple[Rows, str]:
         except BadRow as bad:
             raise DataError(f"{place}: {bad.kind}: {bad.detail}. Correct it, or leave it out.") from bad
     if not rows:
-        raise DataError(f"{show('data.path', config.data.path)} has no rows. Set it to a file that has some.")
+        raise DataError(f"{show('data.path', data.path)} has no rows. Set it to a file that has some.")
     return rows, digest.hexdigest()
 
 
@@ -326,11 +331,8 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
 
 
-def _by_head(rows: Rows, trained: AssembledModel, batch_size: int, config: Config, processes: Processes) -> Predict:
+def _by_head(rows: Rows, predictor: Predictor, batch_size: int, processes: Processes) -> Predict:
     """Predictions of a classifier, a regression or a reward model. Every row is read before the first is predicted."""
-    from qlora_fsdp.inference.predictor import Predictor
-
-    predictor = Predictor(trained, config)
     encoded = [predictor.encode(row, place) for place, row in rows]
     if num_cut := sum(row.is_cut for row in encoded):
         log.info(
@@ -348,14 +350,14 @@ def _by_head(rows: Rows, trained: AssembledModel, batch_size: int, config: Confi
 
 
 def _by_text(
-    rows: Rows, trained: AssembledModel, settings: GenerateSettings, config: Config, processes: Processes
+    rows: Rows, trained: AssembledModel, settings: GenerateSettings, system: str | None, processes: Processes
 ) -> Predict:
     """Completions of prompts and conversations. Every row is read before the first is completed."""
     from qlora_fsdp.inference.trained import num_positions
 
     for place, row in rows:
         check_prompt_row(row, place)
-    prompts = tokenize_prompts([row for _, row in rows], trained, settings, config.data.system_prompt)
+    prompts = tokenize_prompts([row for _, row in rows], trained, settings, system)
     check_lengths(prompts, settings, num_positions(trained))
 
     def predict(first: int, last: int) -> list[dict[str, Any]]:

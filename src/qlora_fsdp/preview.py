@@ -102,8 +102,8 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     is_unpacked = not config.training.packing
-    problems = [problem for source in data.report.sources for problem in source.problems]
-    row_word = "used row" if any(problem.num_kept < problem.num_rows for problem in problems) else "row"
+    bad_rows = [bad for source in data.report.sources for bad in source.problems]
+    row_word = "used row" if any(bad.num_kept < bad.num_rows for bad in bad_rows) else "row"
     shown: tuple[Iterable[str], ...] = (
         _rows(data.train, tokenizer, settings, spec, colored, row_word),
         _figures(data, spec, config.distributed.num_slices, is_unpacked),

@@ -5,7 +5,7 @@ Rows are tokenized as in training, and computed in batches that are padded on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.sizes import round_length
-from qlora_fsdp.config.schema import BadRows, Config, DataFormat, LossOn, ProblemType, TaskConfig, TaskName
+from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.data.columns import rename
 from qlora_fsdp.data.format import format_row
@@ -58,14 +58,16 @@ class Predictor:
 
     Args:
         trained: what `load_trained` returned.
-        config: settings of the task, of the data's columns and of the longest row.
+        task: what was learned.
+        columns: data.columns.
+        max_length: tokens of the longest row; a longer one is cut.
     """
 
-    def __init__(self, trained: AssembledModel, config: Config) -> None:
+    def __init__(self, trained: AssembledModel, task: TaskConfig, columns: Mapping[str, str], max_length: int) -> None:
         self.trained = trained
-        self.task: TaskConfig = config.task
-        self.columns = config.data.columns
-        limits = (config.training.max_length, num_positions(trained), trained.tokenizer.model_max_length)
+        self.task = task
+        self.columns = columns
+        limits = (max_length, num_positions(trained), trained.tokenizer.model_max_length)
         self.max_length = min(int(limit) for limit in limits if limit is not None)
 
     def encode(self, row: dict[str, Any], place: str) -> EncodedRow:
