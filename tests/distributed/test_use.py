@@ -450,10 +450,10 @@ def test_a_base_that_lies_elsewhere_is_told_as_the_adapters(tmp_path: Path, caps
 
 
 def test_chat_goes_on_after_what_it_can_not_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    lines = b"/help\n" + b"a" * 2048 + b"\nnot UTF-8: caf\xe9\n/quit\nnot read\n"
+    lines = b"/more\n" + b"a" * 2048 + b"\nnot UTF-8: caf\xe9\n/quit\nnot read\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
     assert chat.main(["model=tiny", "max_new_tokens=2"]) == 0
     printed, said = capsys.readouterr()
-    assert printed.startswith("/help is none of /reset, /system TEXT, /exit\nError: the conversation has 2,")
+    assert printed.startswith("/more is none of /help, /reset, /system TEXT, /exit\nError: the conversation has 2,")
     assert "the model knows 2,048 positions. /reset forgets it.\n" in printed and printed.count("\n") >= 3
     assert "1 rank on cpu, chat template: chatml" in said

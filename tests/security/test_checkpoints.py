@@ -195,7 +195,7 @@ def save_forge_and_load(folder: Path) -> dict[str, str]:
             model = nn.Linear(64, 128, bias=False)
             fully_shard(model, mesh=mesh)
             options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-            optimizer = optimizer_class([model.weight], **options)
+            optimizer = optimizer_class([{"params": [model.weight]}], **options)
             model(torch.ones(1, 64)).sum().backward()
             optimizer.step()
             content = Checkpoint(folder / optimizer_class.__name__, 1, processes.num_ranks, {}, {})
@@ -243,7 +243,9 @@ ALONE: Any = SimpleNamespace(rank=0, num_ranks=1, wait=lambda patiently: None, f
 def test_an_own_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path):
     (tmp_path / "index.json").write_text('{"tensors": {}}')
     save_file({}, tmp_path / FIRST_FILE)
-    optimizer = LocalAdamW8bit([nn.Parameter(torch.ones(64, 64))], lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0)
+    optimizer = LocalAdamW8bit(
+        [{"params": [nn.Parameter(torch.ones(64, 64))]}], lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0
+    )
     content = Checkpoint(tmp_path, 1, 1, {}, {}, files={"index.json": (1, "")})
     with pytest.raises(ResumeError, match=rf"{FIRST_FILE} can't be used: it is no file of this checkpoint"):
         load_checkpoint(content, nn.Module(), optimizer, ALONE)

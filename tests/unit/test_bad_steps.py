@@ -24,7 +24,9 @@ NORMS = [1.0 + 0.01 * i for i in range(20)]
 def judge(folder: Path, norms: list[float], **settings: Any) -> BadSteps:
     rows = RandomRows(8, 4, 10, 0)
     data = make_sequences(rows, np.arange(8), SequenceSettings(4, 0, packing=False, seed=0))
-    processes: Any = SimpleNamespace(rank=0, is_main=True, gather=lambda value: [value], share=lambda value: value)
+    processes: Any = SimpleNamespace(
+        rank=0, is_main=True, gather=lambda value, kind: [value], share=lambda value, kind: value
+    )
     saver: Any = SimpleNamespace(save=lambda step: Saved(True, f"Step {step} is saved."), restore=lambda: None)
     return BadSteps(StepSpec(2, 2, **settings), folder, data, BatchSplit(2, 2, 1, 4, 8), str, norms, saver, processes)
 

@@ -101,7 +101,7 @@ def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Process
 
 def test_the_next_step_does_not_change_a_snapshot(processes: Processes):
     model = nn.Linear(64, 64, bias=False)
-    optimizer = LocalAdamW8bit([model.weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = LocalAdamW8bit([{"params": [model.weight]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     copies = []
     for _ in range(2):
         model(torch.ones(3, 64)).square().sum().backward()

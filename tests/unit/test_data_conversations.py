@@ -55,6 +55,7 @@ ENDS = {
     **dict.fromkeys(("plain", "thinking", "two loops", "by number", "answers of tools in one turn"), "<end>"),
     **{"end token": "<bos>", "end before the next turn": "<end>", "calls of the last turn alone": "<end>"},
 }
+OF_PARTS = ("idefics3", "llava_next", "smolvlm")  # which write what a message says only where it is parts
 TOOLS = [
     {
         "type": "function",
@@ -97,17 +98,22 @@ def make_conversation(seed: int, with_tools: bool) -> list[dict[str, Any]]:
     return messages
 
 
-def compare(messages: list[dict[str, Any]], tools: Any, stop: str) -> tuple[int, int]:
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} if "content" in m else m for m in messages]
+
+
+def compare(messages: list[dict[str, Any]], tools: Any, stop: str, knows_parts_alone: bool = False) -> tuple[int, int]:
     """Compares a conversation with the reference; how many of its turns could be compared, and how many there are."""
+    for_stock = in_parts(messages) if knows_parts_alone else messages
     try:
         text, spans, _ = format_messages(messages, tools, LossOn.completion, TOKENIZER)
     except BadRow as bad:
         assert (
             "can't be told from the rest" not in bad.detail
-            or None in replay_all(messages, tools, TOKENIZER, stop).turns
+            or None in replay_all(for_stock, tools, TOKENIZER, stop).turns
         )
         return 0, 0
-    expected = replay_all(messages, tools, TOKENIZER, stop)
+    expected = replay_all(for_stock, tools, TOKENIZER, stop)
     assert text.startswith(expected.text)
     answers = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
     trained = "\0".join(text[slice(*span)] for span in spans)
@@ -170,7 +176,7 @@ def test_templates_of_models_give_the_turns_of_the_reference(template: str, monk
     for seed in range(8):
         messages = make_conversation(seed, seed % 2 == 1)
         messages = with_ids(messages, seed) if seed % 4 > 1 else messages
-        compare(messages, TOOLS if seed % 2 else None, stop)
+        compare(messages, TOOLS if seed % 2 else None, stop, template in OF_PARTS)
 
 
 @pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": "Let me add."}])

@@ -16,7 +16,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, links: set[tuple[int, int]], seen: int 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own.index, other) in links)
     processes: Any = SimpleNamespace(
-        device=torch.device("cuda", 1), local_num_ranks=3, gather=lambda can: [others, can, others]
+        device=torch.device("cuda", 1), local_num_ranks=3, gather=lambda can, kind: [others, can, others]
     )
     return can_read_peers(processes)
 
@@ -37,7 +37,7 @@ def test_the_variable_that_keeps_nccl_from_reading_keeps_us_too(monkeypatch, val
 
 
 def test_a_cpu_reads_nothing():
-    processes: Any = SimpleNamespace(device=torch.device("cpu"), local_num_ranks=2, gather=lambda can: [can, can])
+    processes: Any = SimpleNamespace(device=torch.device("cpu"), local_num_ranks=2, gather=lambda can, kind: [can, can])
     assert not can_read_peers(processes)
 
 
