@@ -344,6 +344,12 @@ def test_an_object_that_holds_the_rows_is_told(tmp_path: Path, found: Any, inden
         rows_of(file)
 
 
+def test_a_file_of_one_conversation_holds_a_row(tmp_path: Path):
+    row = {"conversation": [{"input": "Two and two?", "output": "Four."}]}
+    (tmp_path / "row.json").write_text(json.dumps(row))
+    assert rows_of(tmp_path / "row.json") == [row]
+
+
 def test_letters_of_windows_are_told(tmp_path: Path):
     (tmp_path / "rows.csv").write_bytes("prompt,completion\nGrüße?,Groß.\n".encode("windows-1252"))
     with pytest.raises(BadRow, match="iconv -f WINDOWS-1252"):

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.columns import NOT_TEXT
+from qlora_fsdp.data.columns import COMMON_NAMES, NOT_TEXT
 from qlora_fsdp.data.files.json_list import NotAList, read_list
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.files.row_file import RowFile
@@ -43,7 +43,7 @@ TEXT_SUFFIXES = (".txt", ".md")
 TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 BEGINNING = 2**20  # bytes of a JSON file that tell what it is
 # Keys of one row, which alone in its file is no object that holds rows.
-ROW_KEYS = ("messages", "conversations", "prompt", "chosen")
+ROW_KEYS = (*COMMON_NAMES["messages"], "contents", "prompt", "chosen")
 BATCH_ROWS = 1000  # of Parquet and Arrow files, and of what is copied before it is tokenized
 # Of files that can't be read. ValueError and OverflowError: pyarrow has values that Python has not (the year 20,000).
 BROKEN = (
