@@ -108,7 +108,6 @@ LAUNCHED = {
     "offloaded results of attention": (["memory=offload_attention"], "host memory"),
     "Liger's loss": (["kernels.cross_entropy=liger"], "asks the device"),
     "dropout recomputed": (["lora.lora_dropout=0.1", "memory=recompute"], "random numbers"),
-    "a model that asks the device": (["model.attn_implementation=sdpa"], "the host waits for the device"),
 }
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from typing_extensions import TypeAliasType
 
 from qlora_fsdp.common.plain_values import LENGTH_BYTES, STAYS, BadMessage, pack, unpack
 
@@ -68,6 +69,17 @@ def test_arrays_come_back_and_may_be_written_to(dtype: str, shape: tuple[int, ..
         found = unpack(pack(array, kind), kind)
         assert found.dtype == array.dtype and found.shape == shape and (found == array).all()
         found[...] = 0
+
+
+def test_an_alias_of_a_type_is_that_type() -> None:
+    """numpy 2.5 and later write NDArray as such an alias; this Python may be older than the statement."""
+    item = TypeVar("item", bound=np.generic)
+    alias = TypeAliasType("Array", np.ndarray[Any, np.dtype[item]], type_params=(item,))
+    array = np.arange(3, dtype=np.float32)
+    kind: Any = dict[str, alias[np.float32] | None]  # type: ignore[valid-type]
+    assert unpack(pack({"a": array, "b": None}, kind), kind)["a"].tolist() == [0, 1, 2]
+    with pytest.raises(BadMessage, match="float32"):
+        pack({"a": array}, dict[str, alias[np.int64]])  # type: ignore[valid-type]
 
 
 def test_what_a_rank_keeps_is_not_told() -> None:

@@ -84,6 +84,7 @@ class _Rest:
 # Longer than other functions, as is `_read`: both have the same cases, in the same order.
 def _write(value: Any, kind: Any, parts: list[bytes]) -> Any:
     """The JSON of a value; bytes that belong behind it are added to `parts`."""
+    kind = _without_alias(kind)
     if not _fits(value, kind):
         raise TypeError(f"{type(value).__name__} is no {kind}")
     if kind is Any:
@@ -127,6 +128,7 @@ def _read(found: Any, kind: Any, rest: _Rest) -> Any:
     Raises:
         BadMessage, ValueError, TypeError, LookupError: it is none.
     """
+    kind = _without_alias(kind)
     if kind is Any:
         return found
     if kind is int:
@@ -167,6 +169,7 @@ def _read(found: Any, kind: Any, rest: _Rest) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a type, without looking at what it holds."""
+    kind = _without_alias(kind)
     if kind is Any:
         return True
     if kind is None or kind is NoneType:
@@ -202,6 +205,15 @@ def _checked(found: Any, kind: type) -> Any:
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
+
+
+def _without_alias(kind: Any) -> Any:
+    """The type that an alias stands for: since numpy 2.5 `NDArray[...]` is one of Python's `type` statements."""
+    alias = get_origin(kind) or kind
+    if not hasattr(alias, "__value__"):
+        return kind
+    items = get_args(kind)
+    return alias.__value__[items] if items else alias.__value__
 
 
 def _is_array(kind: Any) -> bool:
