@@ -27,21 +27,18 @@ from tempfile import TemporaryDirectory
 
 import torch
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
-    Mistral3Config,
     PretrainedConfig,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS
-from qlora_fsdp.model.trials.miniature import miniature
 from qlora_fsdp.model.trials.row_trial import RowTrial
 from tests.helpers import shared as shared  # how this process computes
-from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE, write_checkpoint
+from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, write_checkpoint
+from tests.helpers.families import EPS, MORE, make_config
 from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.helpers.reference import find_experts, stock_losses
@@ -49,17 +46,7 @@ from tests.helpers.runs import settings, train_here, write_rows
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-VISION = {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-# Gemma 3n's matrices of 4 columns can't be split into blocks of 64. Jamba calls dt_proj only in stock quantized models:
-# there its adapter is trained, and here all-linear leaves it out.
-MORE = {
-    "gemma3n_text": ["quant.llm_int8_skip_modules=[lm_head,correction_coefs,prediction_coefs]"],
-    "jamba": ["lora.exclude_modules=[dt_proj]"],
-}
 TOLERANCE = 1e-5
-# At Adam's own 1e-8 an element whose gradient is 1e-9 by chance moves by what rounding makes of it, up to a whole step.
-EPS = 1e-6
 MAX_REASON = 400
 TOO_NARROW = "would cross rows"  # of a refusal
 FAMILIES_A_WORLD = 10  # with --all; else one that fails would end the others
@@ -108,25 +95,6 @@ def _show(found: float | str) -> str:
         match = NOT_PACKED.match(found)
         return (f"no: {match.group(1)}" if match else found).replace("|", "/")
     return f"{found:.0e}" if found < TOLERANCE else f"**{found:.0e}**"
-
-
-def make_config(family: str) -> PretrainedConfig:
-    """A tiny config: from the tables of the tests, or from the default config of its class."""
-    known = FAMILIES | OTHER_FAMILIES
-    if family == "mistral3":
-        text = {**SHAPE, "head_dim": 16, "model_type": "mistral"}
-        return Mistral3Config(text_config=text, vision_config=VISION, tie_word_embeddings=False)
-    if family in known:
-        return AutoConfig.for_model(family, **SHAPE | known[family], initializer_range=0.1)
-    config = miniature(CONFIG_MAPPING[family]().get_text_config(), max_length=64)
-    own = ("vocab_size", "vocab_size_per_layer_input", "pad_token_id", "bos_token_id", "eos_token_id")
-    values: dict[str, object] = {key: SHAPE.get(key, SHAPE["vocab_size"]) for key in own if hasattr(config, key)}
-    if hasattr(config, "initializer_range"):
-        values["initializer_range"] = 0.1
-    if "is_decoder" in config.to_dict():  # an encoder by default, whose tokens see later ones
-        values["is_decoder"] = True
-    config.update(values)
-    return config
 
 
 def describe_experts(config: PretrainedConfig) -> str:

@@ -9,7 +9,7 @@ import peft
 import pytest
 
 from qlora_fsdp import evaluate
-from tests.compare_families import make_config
+from tests.helpers.families import make_config
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks

@@ -12,21 +12,15 @@ One line a family is printed, whether it passes or not:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qlora_fsdp.common.errors import UserError
-from tests.compare_families import EPS, MORE, make_config
-from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, write_checkpoint
-from tests.helpers.ranks import RanksFailed, run_ranks
-from tests.helpers.reference import stock_losses
-from tests.helpers.runs import settings, train_here, write_rows
+from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES
+from tests.helpers.families import Found, each, largest_difference, reference, try_family
+from tests.helpers.runs import write_rows
 
 EVERY = sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3"})
 REFUSED = {"gpt2": "is no linear layer"}  # families that a run refuses by name
@@ -35,106 +29,22 @@ TOLERANCE = 2e-2  # of a loss of about 5.5, relative: bfloat16 itself is known t
 LIMIT_SECONDS = 150  # for all runs of a family
 AT_A_TIME = 8  # processes on one GPU; each needs about 1 GiB of it and a core or two
 ACTIVATIONS = ("none", "full")
-
-
-@dataclass
-class Found:
-    """What a family's runs showed.
-
-    Attributes:
-        losses: of each step, by the policy of activations.
-        log: the lines that the runs logged.
-        error: why there are no losses; None if there are.
-    """
-
-    losses: dict[str, list[float]]
-    log: list[str]
-    error: str | None = None
-
-    @property
-    def is_packed(self) -> bool:
-        return not any(re.search(r"rows of \w+ are padded", line) for line in self.log)
-
-    def line(self, family: str, difference: float | None) -> str:
-        """One line for the user; the difference is relative."""
-        if self.error is not None:
-            return f"{family:20} {self.error}"
-        model = next(line for line in self.log if line.startswith("Model: "))
-        attention = re.search(r"(\w+) attention", model)
-        kernels = re.search(r"Liger kernels: ([^;]*)", model)
-        assert attention is not None and kernels is not None
-        recorded = any("recorded as a CUDA graph for" in line for line in self.log)
-        launched = [line for line in self.log if "launched one by one" in line]
-        how = "recorded" if recorded and not launched else "launched"
-        packing = "packed" if self.is_packed else "padded"
-        name = attention.group(1).removeprefix("qlora_fsdp_")
-        shown = "no reference" if difference is None else f"{difference:.1%}"
-        why = f"  {launched[0]}" if launched else ""
-        return f"{family:20} trains  {packing}  {how}  {name:10} {kernels.group(1):24} {shown}{why}"
-
-
-def try_family(family: str, folder: Path) -> Found:
-    """The runs of one family, in a process of their own."""
-    found = Found({}, [])
-    try:
-        checkpoint = write_checkpoint(make_config(family), folder / family)
-        for activations in ACTIVATIONS:
-            argv = [*arguments(checkpoint, folder), f"memory.activations={activations}"]
-            found.losses[activations] = train_here(argv).losses
-            lines = (folder / f"{family}-run" / "train.log").read_text().splitlines()
-            found.log += [line.partition("  ")[2] for line in lines]  # without the time
-    except UserError as error:
-        found.error = f"refused: {' '.join(str(error).split())}"
-    except Exception as error:
-        found.error = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return found
-
-
-def arguments(checkpoint: Path, folder: Path, packing: str = "auto") -> list[str]:
-    """The command line of a run."""
-    more = [f"training.max_steps={STEPS}", f"optim.eps={EPS}", f"training.packing={packing}"]
-    own_folders = [f"run.folder={folder / checkpoint.name}-run", f"data.cache_folder={folder / checkpoint.name}-cache"]
-    return settings(checkpoint, folder / "rows.jsonl", *more, *own_folders, *MORE.get(checkpoint.name, []))
-
-
-def reference(family: str, folder: Path, is_packed: bool) -> list[float]:
-    """Losses of stock libraries on the CPU, in a process of their own."""
-    return stock_losses(arguments(folder / family, folder, str(is_packed).lower()))
-
-
-def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], gpu: bool) -> list[Any]:
-    """The results of calls in processes of their own, some at a time; or why there is none."""
-
-    def call(args: tuple[Any, ...]) -> Any:
-        try:
-            (result,) = run_ranks(1, function, *args, gpu=gpu, timeout_seconds=LIMIT_SECONDS)
-        except RanksFailed as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            return f"failed: {lines[0][:200]} ... {lines[-1][:200]}"
-        return result
-
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(call, calls))
+LIMITS = (LIMIT_SECONDS, AT_A_TIME)
 
 
 def try_all(families: Sequence[str], folder: Path, gpu: bool = True) -> dict[str, tuple[Found, list[float] | str]]:
     """What was found of families, with the losses of the reference or why there are none."""
     write_rows(folder / "rows.jsonl")
     # First all on the GPU, then all on the CPU: which of both a process sees is set in this process's environment.
-    runs = each(try_family, [(family, folder) for family in families], gpu)
+    runs = each(try_family, [(family, folder, STEPS, ACTIVATIONS) for family in families], gpu, *LIMITS)
     found = {
         family: Found({}, [], run) if isinstance(run, str) else run for family, run in zip(families, runs, strict=True)
     }
     trained = [family for family, run in found.items() if run.error is None]
-    stock = each(reference, [(family, folder, found[family].is_packed) for family in trained], gpu=False)
+    calls = [(family, folder, STEPS, found[family].is_packed) for family in trained]
+    stock = each(reference, calls, False, *LIMITS)
     expected = dict(zip(trained, stock, strict=True))
     return {family: (run, expected.get(family, "not asked")) for family, run in found.items()}
-
-
-def largest_difference(run: Found, expected: list[float]) -> float:
-    """The largest relative difference of a loss."""
-    pairs = [pair for losses in run.losses.values() for pair in zip(losses, expected, strict=True)]
-    return max(abs(loss - stock) / stock for loss, stock in pairs)
 
 
 @pytest.fixture(scope="module")

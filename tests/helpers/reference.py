@@ -24,10 +24,12 @@ from peft.tuners import lora
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -80,7 +82,7 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     activations, which we do not: for int8 the layers hold the dequantized weights, and so do experts in any format.
     """
     config = AutoConfig.from_pretrained(folder)
-    auto_class = AutoModelForImageTextToText if config.model_type in MULTIMODAL else AutoModelForCausalLM
+    auto_class = AutoModelForImageTextToText if _is_multimodal(config) else AutoModelForCausalLM
     as_asked = deepcopy(config)  # transformers asks what to leave out before it ties weights
     as_asked.get_text_config().tie_word_embeddings = as_asked.tie_word_embeddings = False
     with torch.device("meta"):
@@ -124,6 +126,11 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         elif quant.load_in_4bit:
             weight.data = _through_4bit(weight.data, quant)
     return model
+
+
+def _is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether the model has a text decoder beside towers, and transformers' class for images and text is used."""
+    return config.model_type in MULTIMODAL or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, str]]:
@@ -250,9 +257,11 @@ def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | No
     PEFT adapts the parameter of a plain layer: those among the targets that are quantized become plain here.
     """
     wanted, experts, routers = config.lora, find_experts(model), find_routers(model)
-    if not experts and not routers and model.config.model_type not in MULTIMODAL:
+    if not experts and not routers and not _is_multimodal(model.config):
         return wanted.target_modules, None
-    decoder = "language_model." if model.config.model_type in MULTIMODAL else ""
+    decoder = ""
+    if _is_multimodal(model.config):
+        decoder = next(name for name, module in model.named_modules() if module is model.get_decoder()) + "."
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
 
     def is_named(name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import peft
 import pytest
 import torch
-from tests.compare_families import make_config
+from tests.helpers.families import make_config
 from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.compare_families import make_config
+from tests.helpers.families import make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, masking_utils
 

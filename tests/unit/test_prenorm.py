@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compare_families import make_config
+from tests.helpers.families import make_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama

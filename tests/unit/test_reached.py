@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from tests.compare_families import make_config
+from tests.helpers.families import make_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
