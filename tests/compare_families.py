@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import os
 import re
 import sys
@@ -63,6 +64,12 @@ class Wanted:
     ranks: Sequence[int]
     steps: int
     packings: Sequence[bool]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step: at least 4, and the same number on every rank of each world."""
+        smallest = math.lcm(*self.ranks)
+        return smallest * math.ceil(4 / smallest)
 
 
 @dataclass
@@ -151,12 +158,13 @@ def compare(families: Sequence[str], wanted: Wanted, folder: Path, more: Sequenc
             comparison.differences = dict.fromkeys(wanted.packings, f"no tiny model: {_first_line(error)}")
             continue
         common = [f"training.max_steps={wanted.steps}", f"optim.eps={EPS}", *comparison.settings]
+        common.append(f"training.global_batch_size={wanted.global_batch_size}")
         for packing in wanted.packings:
             cases[family, packing] = settings(checkpoint, rows, *common, packing=packing)
     by_starts = [(each.family, True) for each in found if each.needs_starts]
     ours: dict[Case, list[list[float] | str]] = {case: [] for case in cases}
     for num_ranks in wanted.ranks:
-        split = [f"training.micro_batch_size={max(1, 4 // num_ranks)}"]
+        split = [f"training.micro_batch_size={wanted.global_batch_size // num_ranks}"]
         try:
             split_cases = {case: [*argv, *split] for case, argv in cases.items()}
             worlds = run_ranks(num_ranks, train_each, split_cases, by_starts)
@@ -261,7 +269,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     disable_progress_bar()
     every = sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
-    families = asked.families or (every if asked.all else sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3"}))
+    tested = sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3", "qwen3_vl"})
+    families = asked.families or (every if asked.all else tested)
     ranks = [int(number) for number in (asked.ranks or ("1" if asked.all else "1,2,4")).split(",")]
     wanted = Wanted(ranks, asked.steps or (2 if asked.all else 20), (False,) if asked.all else (True, False))
     print("\n".join(header(wanted.packings)), flush=True)

@@ -9,8 +9,8 @@ import peft
 import pytest
 
 from qlora_fsdp import evaluate
-from tests.helpers.families import make_config
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.families import make_config
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock, stock_loss, stock_losses

@@ -10,8 +10,8 @@ import torch
 
 from qlora_fsdp import generate
 from qlora_fsdp.inference.completions import why_not_padded
-from tests.helpers.families import make_config
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.families import make_config
 from tests.helpers.lines import write_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import printed_by

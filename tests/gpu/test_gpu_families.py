@@ -22,7 +22,7 @@ from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES
 from tests.helpers.families import Found, each, largest_difference, reference, try_family
 from tests.helpers.runs import write_rows
 
-EVERY = sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3"})
+EVERY = sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3", "qwen3_vl"})
 REFUSED = {"gpt2": "is no linear layer"}  # families that a run refuses by name
 STEPS = 5  # graphs are recorded after two
 TOLERANCE = 2e-2  # of a loss of about 5.5, relative: bfloat16 itself is known to 4e-3

@@ -9,8 +9,8 @@ import peft
 import pytest
 import torch
 from peft.utils.other import TrainableTokensWrapper
-from tests.helpers.families import make_config
 from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE, VOCAB, quantize_checkpoint
+from tests.helpers.families import make_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

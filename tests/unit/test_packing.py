@@ -19,7 +19,15 @@ from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.internvl import modeling_internvl
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -75,6 +83,29 @@ def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
     found = RowTrial(real_config(family), LONG).why_not_packed("eager")
     assert found is None if reason is None else str(found).startswith(reason)
     assert packed_rows_stay_apart(family) == (found is None)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "gemma3"])
+def test_text_of_a_class_for_images_is_tried_in_that_class(family: str):
+    """At its default size, which is a published model's, without its towers."""
+    trial = RowTrial(CONFIG_MAPPING[family](), LONG)
+    assert (trial.error, trial.why_not_packed("eager"), trial.why_not_packed(BY_STARTS)) == (None, None, None)
+    assert not any("vision" in name for name, _ in trial.model.named_parameters())
+    assert trial.head_transform() == LogitTransform()
+
+
+def test_a_class_for_images_that_passes_no_positions_on_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    """Its text part alone would keep rows apart."""
+    forward = modeling_internvl.InternVLModel.forward
+
+    def without_positions(self: nn.Module, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    config = CONFIG_MAPPING["internvl"]()
+    assert RowTrial(config.get_text_config(), LONG).why_not_packed("eager") is None
+    monkeypatch.setattr(modeling_internvl.InternVLModel, "forward", without_positions)
+    reason = RowTrial(config, LONG).why_not_packed("eager")
+    assert reason is not None and "packed rows" in reason
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "qwen3_5_text"])

@@ -9,7 +9,8 @@ In a memory plan one of several transformer layers that are alike stands for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,7 +141,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     model = _make_on_meta(config, files, settings)
     replace_functions(model)
     check_num_chosen(model)
-    dropped = _drop_towers(model)
+    dropped = drop_towers(model)
     if settings.shares_equal_layers:
         share_equal_layers(model)
     tensors = _tensors_of(model, files, dropped, stored)
@@ -189,14 +190,28 @@ def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> di
     return {**stored, "quant_method": method}
 
 
+def language_model_class(config: PretrainedConfig) -> Any:
+    """The one of transformers' auto classes that makes a model which predicts tokens of this config."""
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not is_causal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText  # the only class that transformers has for its text
+    return AutoModelForCausalLM
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """While it lasts, models are made with parameters on the meta device. Buffers are real."""
+    with init_empty_weights(include_buffers=False), _NothingOnMeta():
+        yield
+
+
 def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSettings) -> PreTrainedModel:
     """An instance of transformers' class for this config and task. Its parameters are on meta, its buffers are real."""
     auto_class = AUTO_CLASSES[settings.task.name]
-    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if auto_class is AutoModelForCausalLM and not is_causal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        auto_class = AutoModelForImageTextToText  # the only class that transformers has for its text
+    if auto_class is AutoModelForCausalLM:
+        auto_class = language_model_class(config)
     try:
-        with init_empty_weights(include_buffers=False), _NothingOnMeta():
+        with on_meta():
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 dtype=settings.dtype,
@@ -235,7 +250,7 @@ class _NothingOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _drop_towers(model: PreTrainedModel) -> list[str]:
+def drop_towers(model: PreTrainedModel) -> list[str]:
     """Take the towers for images and sound out of a multimodal model, so that only its text decoder is adapted.
 
     Returns:

@@ -53,7 +53,7 @@ def try_kernels(
     """Try the installed kernels with a small model of a class.
 
     Args:
-        config: of the text model; it has recurrent layers.
+        config: of the model; it has recurrent layers.
         max_length: `training.max_length`.
         device: the GPU.
         attentions: the implementations of attention with which packed rows are tried.

@@ -9,6 +9,7 @@ layers, which compute in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -83,13 +84,29 @@ _PERIODS: dict[str, Callable[[int, int, Mapping[str, Any]], bool]] = {
 def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
     """The config of a small model with the same structure: at least one layer of each kind, in the same order.
 
+    Of a model with towers for images or sound the text part is made small. The towers stay as they are: no text goes
+    through them, and a trial takes them out before they get any memory.
+
     Args:
-        config: the config of a text model, or of another model's text part. It stays as it is.
+        config: of a model. It stays as it is.
         max_length: tokens of the longest sequence.
 
     Raises:
         ValueError, KeyError, TypeError or AttributeError: its sizes can't be made small and still fit one another.
     """
+    text = config.get_text_config()
+    if text is config:
+        return _small_text(config, max_length)
+    places = [key for key, value in vars(config).items() if value is text]
+    if not places:
+        raise ValueError(f"the text part of {type(config).__name__} is no part of its own")
+    small = deepcopy(config)
+    setattr(small, places[0], _small_text(text, max_length))
+    return small
+
+
+def _small_text(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
+    """The same for the config of a text model, or of another model's text part."""
     values = {key: value for key, value in config.to_dict().items() if key not in _DROPPED}
     small = {key: _shrink(key, value) for key, value in values.items()}
     for key, entries in _by_index(values).items():

@@ -43,7 +43,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.text import name_error
@@ -125,7 +130,7 @@ def find_traits(model: PretrainedConfig, spec: TrialSpec, processes: Processes) 
     is_gpu = processes.device.type == "cuda"
     traits = try_small(model, spec, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits, Traits)
-    import_model_file(model.get_text_config())
+    import_model_file(model)
     if shared.uses_packages:
         compute_by_packages()
     else:
@@ -256,6 +261,7 @@ def planned_dtype(precision: Dtype) -> torch.dtype:
 def class_name(model: PretrainedConfig) -> str:
     """The class that transformers makes of a config."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    found = found or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model), None)
     return found.__name__ if isinstance(found, type) else str(model.model_type)
 
 
@@ -265,10 +271,11 @@ _VERDICTS: dict[tuple[str, int, torch.device], KernelVerdict] = {}
 
 def _trial(model: PretrainedConfig, spec: TrialSpec) -> RowTrial:
     """The trial of a model on the CPU, where torch computes all of it; made once in a process."""
-    text = model.get_text_config()
-    key = text.to_json_string(use_diff=False), spec.max_length
+    # Which class classifies with a multimodal model's text part is not asked: that of the text part is tried.
+    tried = model if spec.task.is_causal else model.get_text_config()
+    key = tried.to_json_string(use_diff=False), spec.max_length
     if key not in _TRIALS:
-        _TRIALS[key] = RowTrial(text, spec.max_length, CPU, spec.trust_remote_code)
+        _TRIALS[key] = RowTrial(tried, spec.max_length, CPU, spec.trust_remote_code)
     return _TRIALS[key]
 
 
@@ -281,10 +288,9 @@ def _kernels(model: PretrainedConfig, spec: TrialSpec, device: torch.device) -> 
         return None
     if not _trial(model, spec).wants_one_sequence:
         return None  # this program's own code computes the others
-    text = model.get_text_config()
-    key = text.to_json_string(use_diff=False), spec.max_length, device
+    key = model.to_json_string(use_diff=False), spec.max_length, device
     if key not in _VERDICTS:
-        _VERDICTS[key] = try_kernels(text, spec.max_length, device, [BY_STARTS, BY_SLICES, "sdpa", "eager"])
+        _VERDICTS[key] = try_kernels(model, spec.max_length, device, [BY_STARTS, BY_SLICES, "sdpa", "eager"])
     return _VERDICTS[key]
 
 

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.data.batch import lay_out
@@ -39,6 +38,7 @@ from qlora_fsdp.layers.recurrent.replace import (
     replaced_functions,
     wants_one_sequence,
 )
+from qlora_fsdp.model.build import drop_towers, language_model_class, on_meta
 from qlora_fsdp.model.inputs import lay_out_for, masks_without_asking, row_markers
 from qlora_fsdp.model.parts import ReachedLinears
 from qlora_fsdp.model.positions import num_learned_positions
@@ -79,7 +79,8 @@ class RowTrial:
     """A small model of a class, and what stock transformers computes with it, a row at a time.
 
     Args:
-        config: of a text model; it stays as it is.
+        config: of the model; it stays as it is. Of a multimodal model the text decoder is tried, in the class that a
+            run would train it in.
         max_length: tokens of the longest sequence.
         device: where the small model computes.
         trust_remote_code: run model code that comes with the files.
@@ -193,19 +194,18 @@ class RowTrial:
                 raise_shortage(error)
                 return None
 
-    def build(
-        self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = AutoModelForCausalLM
-    ) -> PreTrainedModel:
+    def build(self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = None) -> PreTrainedModel:
         """A small model in training mode, with random weights that are so large that whatever is mixed shows.
 
         Args:
             attention: the implementation of attention.
             config: the small model's config; None: `small`.
-            auto_class: transformers' class for the task.
+            auto_class: transformers' class for the task; None: that of a model which predicts tokens.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._make(attention, config, auto_class)
+            _fill_meta(model)
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
                     is_table = "embed" in name or "wte" in name
@@ -220,21 +220,38 @@ class RowTrial:
         return model
 
     def _check_size(self) -> None:
-        with init_empty_weights(include_buffers=False):
-            num_parameters = sum(parameter.numel() for parameter in self._make("eager").parameters())
+        with on_meta():
+            model = self._make("eager")
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if num_parameters > MAX_PARAMETERS:
             raise ValueError(f"it has {num_parameters:,} parameters, so its config has sizes under unknown names")
 
-    def _make(
-        self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = AutoModelForCausalLM
-    ) -> PreTrainedModel:
-        model: PreTrainedModel = auto_class.from_config(
-            deepcopy(config or self.small),
-            attn_implementation=attention,
-            dtype=torch.float32,
-            trust_remote_code=self.trust_remote_code,
-        )
+    def _make(self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = None) -> PreTrainedModel:
+        """A small model. That of a multimodal class has no towers, and its parameters are on meta."""
+        config = deepcopy(config or self.small)
+        auto_class = auto_class or language_model_class(config)
+        has_towers = config.get_text_config() is not config
+        with on_meta() if has_towers else nullcontext():
+            model: PreTrainedModel = auto_class.from_config(
+                config,
+                attn_implementation=attention,
+                dtype=torch.float32,
+                trust_remote_code=self.trust_remote_code,
+            )
+        if has_towers:
+            drop_towers(model)
         return model
+
+
+def _fill_meta(model: PreTrainedModel) -> None:
+    """Give the parameters on meta memory on the CPU: ones in vectors, zeros in biases; matrices are drawn later."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                value = 0.0 if name.endswith("bias") else 1.0
+                filled = torch.full(parameter.shape, value, dtype=parameter.dtype)
+                module.register_parameter(name, nn.Parameter(filled))
+    model.tie_weights()
 
 
 def raise_shortage(error: Exception) -> None:
@@ -329,9 +346,10 @@ def _are_apart(found: Tensor, expected: Tensor) -> bool:
 
 
 def import_model_file(config: PretrainedConfig) -> None:
-    """Import the file that has the model's classes, if it is one of transformers'."""
-    if type(config).__module__.startswith(MODELS):
-        import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    """Import the files that have the classes of the model and of its text part, as far as they are transformers'."""
+    for part in (config, config.get_text_config()):
+        if type(part).__module__.startswith(MODELS):
+            import_module(type(part).__module__.replace("configuration_", "modeling_"))
 
 
 @contextmanager
@@ -391,7 +409,7 @@ class HeadTrial:
         if type(embeddings) is nn.Embedding:  # then CausalLM looks the tokens up itself
             ways.append({"inputs_embeds": embeddings(ids)})
         outputs = [head(decoder(**way, use_cache=False).last_hidden_state)[0] for way in ways]
-        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         factor = 1.0 if cap is not None else self._factor(outputs[0])
         found = None if factor is None else LogitTransform(factor, cap)
         if found is None or any(self.differ(found(output), self.logits) for output in outputs):
@@ -405,7 +423,8 @@ class HeadTrial:
             return 1.0
         head, logits = output.double().flatten(), self.logits.double().flatten()
         measured = float(head @ logits / (head @ head))
-        small, real = self.model.config.to_dict(), self.config.to_dict()
+        small = self.model.config.get_text_config().to_dict()
+        real = self.config.get_text_config().to_dict()
         for name, value in small.items():
             if type(value) not in (int, float) or not value or real.get(name) != value:
                 continue
@@ -418,7 +437,7 @@ class HeadTrial:
         """Whether logits are twice or half as large when the config's value is doubled, and all else is as it was."""
         changed = deepcopy(self.model.config)
         try:
-            setattr(changed, name, 2 * value)
+            setattr(changed.get_text_config(), name, 2 * value)
             logits = self.build(changed)(input_ids=self.row[None], use_cache=False).logits[0]
         except Exception as error:  # the number is a size, equal to the factor by chance, that fits no others
             if is_shortage(error):
