@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent
 SLOW_FILES = {
     "cli": [
         *("bad_input", "chat", "documented_runs", "expert_mistakes", "interrupts", "lost_ranks", "mistakes"),
-        *("out_of_memory", "preflight", "preflight_models", "sweeps", "train_on"),
+        *("out_of_memory", "preflight", "preflight_models", "python", "sweeps", "train_on"),
     ],
     "distributed": [
         *("classification", "context_parallel", "expert_adapters", "expert_bytes", "expert_losses", "failed_passes"),

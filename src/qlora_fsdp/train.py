@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 if __name__ == "__main__":
     from qlora_fsdp.common.startup import NO_RUN, begin
@@ -25,6 +28,7 @@ from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.launch.ranks import plan_ranks, start_ranks
 from qlora_fsdp.records.check_run_folder import check_run
+from qlora_fsdp.records.run_state import RunState
 from qlora_fsdp.records.start_folder import find_start
 from qlora_fsdp.runtime.run_command import show_error
 
@@ -68,6 +72,20 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
         return error.exit_code
     return 0
 
+
+class _CallableModule(ModuleType):
+    """This module, as `from qlora_fsdp import train` finds it, which can be called: `launch/from_python.py`.
+
+    A package has one thing of a name, and Python puts a module there once it is imported, whatever was there before.
+    """
+
+    def __call__(self, settings: Mapping[str, Any] | str | Path, quiet: bool = False) -> RunState:
+        from qlora_fsdp.launch.from_python import train_from_python
+
+        return train_from_python(settings, quiet)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     end_process(main())

@@ -102,6 +102,16 @@ class RunState:
         return folder if self.status == "finished" and folder.is_dir() else None
 
     @property
+    def report(self) -> Path | None:
+        """The page about the run, if it is there."""
+        file = self.folder / REPORT_FILE
+        return file if file.is_file() else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: one for each step and each evaluation so far (docs/watching.md)."""
+        return list(read_metrics(self.folder))
+
+    @property
     def compared_loss(self) -> float | None:
         """The loss by which runs of the same data are ranked: the last evaluation's, or else training's."""
         return self.loss if self.eval_loss is None else self.eval_loss
