@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3_5TextConfig
 
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
@@ -28,14 +28,25 @@ GPU = torch.device("cuda", 0)
 NUM_NEW = 40
 
 
+SIZES: dict[str, int] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     """Llama 3's structure with small widths, in float32: with random weights, logits of bfloat16 have ties."""
+    return build(LlamaConfig(**SIZES))
+
+
+def build(config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=896, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -60,6 +71,19 @@ def complete(model: PreTrainedModel, sampling: Sampling, number: int, captures: 
 
 @pytest.mark.parametrize("number", [1, 4, 11])
 def test_recorded_steps_write_what_launched_ones_and_transformers_write(model: PreTrainedModel, number: int) -> None:
+    check_recorded(model, number)
+
+
+def test_states_of_delta_rules_are_kept_by_recorded_steps() -> None:
+    """Qwen 3.5's structure."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
+    config = Qwen3_5TextConfig(**SIZES, **sizes, head_dim=32, linear_num_value_heads=4, layer_types=kinds)
+    check_recorded(build(config), 11)
+
+
+def check_recorded(model: PreTrainedModel, number: int) -> None:
+    """Recorded steps, launched ones and transformers write the same."""
     recorded = complete(model, Sampling(), number, captures=True)
     assert recorded == complete(model, Sampling(), number, captures=False)
     for index, (prompt, completion) in enumerate(zip(prompts(number), recorded, strict=True)):

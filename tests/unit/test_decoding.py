@@ -14,16 +14,20 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
+    Gemma3Config,
     GenerationConfig,
     GptOssConfig,
     JambaConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
@@ -58,6 +62,14 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **{**SIZES, "num_key_value_heads": 4, "head_dim": 8},
         q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
         n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
+    ),
+    "delta rules": Qwen3_5TextConfig(
+        **SIZES, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "short convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
+    "states beside attention in one layer": FalconH1Config(
+        **SIZES, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_d_state=16, mamba_n_groups=1,
     ),
 }  # fmt: skip
 
@@ -211,9 +223,10 @@ def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch)
     ("config", "reason"),
     [
         (BloomConfig(), "logits would differ"),
-        (MambaConfig(), "a state from token to token"),
+        (MambaConfig(), "logits would differ"),
         (Llama4TextConfig(), "logits would differ"),  # chunks of 8,192 tokens
-        (JambaConfig(), "a state from token to token"),
+        (JambaConfig(), None),
+        (Gemma3Config(), None),
         (Gemma2Config(), None),
         (GptOssConfig(), None),
         (DeepseekV3Config(), None),
@@ -223,6 +236,11 @@ def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch)
 def test_models_that_slots_are_not_enough_for_are_found_out(config: PretrainedConfig, reason: str | None):
     found = why_not_in_slots(config, trust_remote_code=False)
     assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_state_can_not_be_read_once_for_several_ends():
+    assert why_not_in_slots(JambaConfig(), trust_remote_code=False, with_several_ends=True) is not None
+    assert why_not_in_slots(LlamaConfig(), trust_remote_code=False, with_several_ends=True) is None
 
 
 def test_a_shortage_of_memory_is_no_trait_of_the_model(monkeypatch: pytest.MonkeyPatch):

@@ -222,7 +222,7 @@ class Completer:
         cache, num_logits = self._probe()
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
         length = round_up(max(longest, min(2 * before, 2 * longest)), LENGTH_STEP)
-        num_slots = min(wanted, self._free_bytes() // max(1, cache.token_bytes * length))
+        num_slots = min(wanted, self._free_bytes() // max(1, cache.slot_bytes(length)))
         if self.by_rows is not None:
             num_slots = self.by_rows.least(num_slots, self.device)
             if num_slots == 0:

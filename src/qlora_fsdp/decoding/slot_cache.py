@@ -3,6 +3,9 @@
 transformers' own static cache has one position for all rows. Here each row has its own, so that a finished text gives
 its slot to the next prompt while the others go on. Layers with a sliding window keep all tokens too: a window is a
 matter of what queries see (layers/attention/slots.py).
+
+Layers that carry a state from token to token (delta rules, state spaces, short convolutions) keep that state alone. A
+slot's state is what its text has made of it so far, and is cleared when the next prompt comes.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -33,6 +37,13 @@ class TokenShape(NamedTuple):
         return self.num_heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
+class StateKey(NamedTuple):
+    """One of a layer's states: `conv`, the latest inputs of a convolution, or `recurrent`; and which of these it is."""
+
+    kind: str
+    number: int
+
+
 class SlotLayer(CacheLayerMixin):
     """The slots of one layer.
 
@@ -40,6 +51,8 @@ class SlotLayer(CacheLayerMixin):
         shape: what it keeps of a token; known after the first call.
         keys: [num_slots, heads, length, size]; none until `allocate`, and then a call keeps nothing.
         values: the same.
+        state_shapes: of one text's states; known after the first call, and none in a layer without a state.
+        states: [num_slots, *shape] each; none until `allocate`.
     """
 
     is_compileable = True
@@ -48,9 +61,13 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shape: TokenShape | None = None
+        self.state_shapes: dict[StateKey, tuple[torch.Size, torch.dtype]] = {}
+        self.states: dict[StateKey, Tensor] = {}
 
     def allocate(self, num_slots: int, length: int, device: torch.device) -> None:
         """Take the memory of all slots."""
+        for key, (shape, dtype) in self.state_shapes.items():
+            self.states[key] = torch.zeros(num_slots, *shape, dtype=dtype, device=device)
         if self.shape is None:  # a layer without keys of its own
             return
         sizes = (num_slots, self.shape.num_heads, length)
@@ -62,6 +79,28 @@ class SlotLayer(CacheLayerMixin):
     def free(self) -> None:
         """Give the memory back."""
         self.keys = self.values = None
+        self.states.clear()
+
+    def clear(self, slots: Tensor) -> None:
+        """Begin anew: the states of these slots are zero, as of a text without tokens."""
+        for state in self.states.values():
+            state.index_fill_(0, slots, 0)
+
+    def state(self, key: StateKey) -> Tensor | None:
+        """The state of all slots, which a step goes on from and changes in place; None where a prompt is read."""
+        return None if running_step().positions is None else self.states[key]
+
+    def keep_state(self, key: StateKey, new: Tensor) -> None:
+        """Keep what a prompt has left [rows, *shape], or a step of all slots."""
+        step = running_step()
+        self.state_shapes.setdefault(key, (new.shape[1:], new.dtype))
+        if key not in self.states:
+            return
+        if step.positions is not None:
+            self.states[key].copy_(new)
+        else:
+            assert step.slots is not None
+            self.states[key].index_copy_(0, step.slots, new.to(self.states[key].dtype))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the shape of a token."""
@@ -103,9 +142,66 @@ class SlotCache(Cache):
         super().__init__(layers=[*self.slot_layers])
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers; 0 before the first call of the model."""
-        return sum(layer.shape.num_bytes for layer in self.slot_layers if layer.shape is not None)
+    def has_states(self) -> bool:
+        """Whether a layer carries a state from token to token; known after the first call of the model."""
+        return any(layer.state_shapes for layer in self.slot_layers)
+
+    def slot_bytes(self, length: int) -> int:
+        """Bytes of a slot for `length` tokens in all layers; 0 before the first call of the model."""
+        of_token = sum(layer.shape.num_bytes for layer in self.slot_layers if layer.shape is not None)
+        shapes = [found for layer in self.slot_layers for found in layer.state_shapes.values()]
+        return of_token * length + sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
+
+    def clear(self, slots: Tensor) -> None:
+        """Begin anew in these slots, int64 [rows]: layers that carry a state forget the text before."""
+        for layer in self.slot_layers:
+            layer.clear(slots)
+
+    # What layers that carry a state ask of transformers' cache.
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return running_step().positions is not None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.slot_layers[layer_idx].state(StateKey("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.slot_layers[layer_idx].state(StateKey("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Keep the latest inputs of a convolution.
+
+        Args:
+            conv_states: [rows, channels, tokens], the new inputs.
+            layer_idx: the layer.
+            state_idx: which of its states.
+            conv_kernel_size: how many inputs are kept; None for as many as are given.
+            **kwargs: what transformers passes to other caches; not used.
+
+        Returns:
+            The new inputs, in a step behind those that were kept before.
+        """
+        layer, key = self.slot_layers[layer_idx], StateKey("conv", state_idx)
+        before = layer.state(key)
+        inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
+        num_kept = conv_kernel_size or conv_states.shape[-1]
+        num_missing = max(0, num_kept - inputs.shape[-1])
+        layer.keep_state(key, F.pad(inputs, (num_missing, 0))[..., -num_kept:])
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Keep the states [rows, ...] that the tokens of this call have left."""
+        self.slot_layers[layer_idx].keep_state(StateKey("recurrent", state_idx), recurrent_states)
+        return recurrent_states
 
     def allocate(self, num_slots: int, length: int, device: torch.device) -> None:
         """Take the memory of all slots, for texts of up to `length` tokens. To be called after a first call."""

@@ -53,21 +53,34 @@ class Prompts:
         length: tokens of a slot.
         device: the model's device.
         pool: the graphs' memory; None: nothing is recorded.
+        has_states: whether layers carry a state from token to token. Padding would change it, so prompts of one length
+            are read in a call of their own.
     """
 
     def __init__(
-        self, call: Callable[[Tensor, Tensor], Any], length: int, device: torch.device, pool: Any | None
+        self,
+        call: Callable[[Tensor, Tensor], Any],
+        length: int,
+        device: torch.device,
+        pool: Any | None,
+        has_states: bool = False,
     ) -> None:
         self.call = call
         self.length = length
         self.device = device
-        self.pool = pool
-        self.is_padded = pool is not None  # also where recording has failed: other ranks go on to read padded prompts
+        self.pool = None if has_states else pool
+        self.has_states = has_states
+        self.is_padded = (
+            self.pool is not None
+        )  # also where recording has failed: other ranks go on to read padded prompts
         self.graphs: dict[tuple[int, int], _Recorded] = {}
         self.num_calls: Counter[tuple[int, int]] = Counter()
 
     def read(self, slots: Sequence[int], prompts: Sequence[list[int]], pad_token_id: int) -> None:
         """Read prompts into slots, a slot for each; the pad token fills up shorter ones at their end."""
+        if self.has_states:
+            self._read_by_length(slots, prompts)
+            return
         num_prompts = len(prompts)
         length = max(map(len, prompts))
         recorded = None
@@ -88,6 +101,17 @@ class Prompts:
             recorded.slots.copy_(all_slots)
             recorded.tokens.copy_(tokens)
             recorded.graph.replay()
+
+    def _read_by_length(self, slots: Sequence[int], prompts: Sequence[list[int]]) -> None:
+        """Read prompts in a call for each length; those without tokens are read already."""
+        by_length: dict[int, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            by_length.setdefault(len(prompt), []).append(number)
+        for length, numbers in by_length.items():
+            if length:
+                rows = torch.tensor([slots[number] for number in numbers])
+                tokens = torch.tensor([prompts[number] for number in numbers])
+                self._read(rows.to(self.device), tokens.to(self.device))
 
     def close(self) -> None:
         """Destroy the graphs."""
@@ -161,7 +185,7 @@ class Steps:
         self.device = device
         self.captures = captures and device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
-        self.prompts = Prompts(self.call, length, device, self.pool)
+        self.prompts = Prompts(self.call, length, device, self.pool, cache.has_states)
         cache.allocate(num_slots, length, device)
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -180,6 +204,7 @@ class Steps:
             pad_token_id: fills up shorter prompts at their end, where no other token sees it.
         """
         rows = torch.tensor(slots, dtype=torch.int64).to(self.device)
+        self.cache.clear(rows)
         if max(map(len, prompts)) > 1:
             self.prompts.read(slots, [prompt[:-1] for prompt in prompts], pad_token_id)
         last = torch.tensor([[prompt[-1], len(prompt) - 1] for prompt in prompts]).to(self.device)

@@ -1,9 +1,9 @@
 """Prove on a small model that texts in slots get the logits that stock transformers gives them, or say why not.
 
-A model may keep more of its past than keys and values, or ask more of its attention than layers/attention/slots.py
-knows. Neither need be an error. So a small model of its own class (model/trials/miniature.py) reads the beginnings of a
-few rows into slots that have held other texts, and goes on step by step, in float32 on the CPU. All logits must be
-those of eager attention over one whole row at a time.
+A model may keep more of its past than keys, values and states, or ask more of its attention than
+layers/attention/slots.py knows. Neither need be an error. So a small model of its own class (model/trials/miniature.py)
+reads the beginnings of a few rows into slots that have held other texts, and goes on step by step, in float32 on the
+CPU. All logits must be those of eager attention over one whole row at a time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ LENGTH = 32  # longer than the rows that are tried, and than the small model's w
 MAX_LENGTH = 2**40  # so that windows of any length are made shorter than the rows
 
 
-def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
-    """Why texts of such a model can't run in slots; None if they can."""
-    if config.get_text_config() is not config:
-        return "it is not a model of text alone"
+def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool, with_several_ends: bool = False) -> str | None:
+    """Why texts of such a model can't run in slots; None if they can.
+
+    Args:
+        config: the model's.
+        trust_remote_code: run model code that comes with the files.
+        with_several_ends: whether texts are to be read once with several ends after one another (likelihoods.py).
+    """
     trial = RowTrial(config, MAX_LENGTH, trust_remote_code=trust_remote_code)
     if trial.error is not None:
         return trial.error
-    if trial.is_recurrent:
+    if trial.is_recurrent and with_several_ends:
         return "its layers carry a state from token to token"
     try:
         with stock_models(), torch.no_grad(), attending(trial.model):
@@ -77,7 +81,7 @@ def _difference(trial: RowTrial) -> float:
 
 
 def _steps(trial: RowTrial, num_slots: int) -> Steps:
-    cache = SlotCache(trial.small.num_hidden_layers)
+    cache = SlotCache(trial.small.get_text_config().num_hidden_layers)
     one = torch.zeros((1, 1), dtype=torch.int64)
     with running(Step(slots=one[0])):
         trial.model(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)

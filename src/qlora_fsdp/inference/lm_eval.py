@@ -130,7 +130,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         trained = cast(CausalLM, model.trained.model)
         trusted = model.trained.spec.trust_remote_code
         reason = why_not_by_rows(trained, model.device)
-        reason = reason or why_not_in_slots(model.base.config, trusted)
+        reason = reason or why_not_in_slots(model.base.config, trusted, with_several_ends=True)
         size = batch_size or MAX_SLOTS
         if reason is not None:
             size = stock_batch_size(model.config, trusted, batch_size)
