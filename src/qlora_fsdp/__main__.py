@@ -21,6 +21,7 @@ COMMANDS = {
     "train": ("qlora_fsdp.train", "train an adapter on all GPUs of this host; sweeps and batch jobs too"),
     "preflight": ("qlora_fsdp.preflight", "does a run fit, and how long will it take? needs no GPU"),
     "preview": ("qlora_fsdp.preview", "rows as the model will see them, and what is trained on"),
+    "convert": ("qlora_fsdp.config.convert.__main__", "a file of axolotl, LLaMA-Factory or TRL as one of --config"),
     "prepare": ("qlora_fsdp.prepare", "tokenize the data of a run beforehand; needs no GPU"),
     "evaluate": ("qlora_fsdp.evaluate", "an adapter's loss on data, or its score in a benchmark"),
     "generate": ("qlora_fsdp.generate", "complete prompts"),

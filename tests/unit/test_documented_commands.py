@@ -23,6 +23,7 @@ from qlora_fsdp.__main__ import COMMANDS
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.checks.check_settings import check_settings
+from qlora_fsdp.config.convert.__main__ import convert_file
 from qlora_fsdp.config.reading.commands import AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.reading.compose import load_config
 
@@ -89,6 +90,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "qwen3" / "config.json").write_text(json.dumps(dict(shape)))
     (folder / "my_conf" / "slurm").mkdir(parents=True)
     (folder / "my_conf" / "slurm" / "my_cluster.yaml").write_text("partition: gpu\n")
+    (folder / "qlora.yml").write_text("base_model: org/model\nadapter: qlora\ndatasets: [{path: org/rows}]\n")
+    (folder / "run.yaml").write_text("model: llama3.1-8b-instruct\ndata: org/rows\n")  # what may become of it
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
     return folder
@@ -134,6 +137,9 @@ def check(name: str, settings: list[str], folder: Path) -> None:
         return
     if name == "preflight":
         assert preflight.preflight(settings, folder / "preflight.json") in (0, preflight.DOES_NOT_FIT)
+        return
+    if name == "convert":
+        convert_file(Path(settings[0]))
         return
     if name == "train":
         problems = check_settings(load_config(one_job(settings)))

@@ -36,6 +36,7 @@ from qlora_fsdp.config.settings import problem_with, show
 
 # Of a file of accelerate's.
 _ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+_TPUS = ("XLA", "TPU")
 _ONE_PROCESS = ("NO", "MULTI_CPU")
 _COUNTED = ("gpu", "cpu", "auto")  # torchrun counts them
 _FIX = "Set it to a file that `accelerate config --config_file FILE` wrote, or to null."
@@ -82,6 +83,9 @@ def check_accelerate_file(launch: LaunchConfig) -> Iterator[Problem]:
     if not _is_number_of_ranks(number):
         reason = f"has num_processes: {number}, which is no number of ranks."
         yield problem_with(launch, key, reason, "Set it to 1 or more.")
+    elif kind in _TPUS:
+        reason = f"has distributed_type: {kind}, which is for TPUs, and runs are on NVIDIA GPUs here."
+        yield problem_with(launch, key, reason, "Set distributed_type: MULTI_GPU in it, or leave the file out.")
     elif kind in _ENGINES:
         reason = f"asks for {_ENGINES[kind]}, which this launcher does not do."
         fix = "Set distributed_type: FSDP in it; sharding and offload are in fsdp=."
