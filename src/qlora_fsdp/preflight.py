@@ -38,12 +38,14 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.expected_tokens import EXAMPLE_SOURCE, expect_tokens
-from qlora_fsdp.memory.choose_plan import MARGIN, Choice, choose, describe_choice, use_spare
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.memory.search import MARGIN, Change, Choice, Room, cheapest_changes, choose, use_spare
 from qlora_fsdp.memory.show import (
     as_json,
     changes_table,
+    describe_choice,
+    describe_longest,
     host_line,
     loading_line,
     read_bytes,
@@ -52,7 +54,6 @@ from qlora_fsdp.memory.show import (
     table,
 )
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second
-from qlora_fsdp.memory.suggest import Change, cheapest_changes, describe_longest
 from qlora_fsdp.memory.workload import Workload, check_graph
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         lines += padded
         fits = any(row["gpus"] == hardware.count for row in figures["longest"])
     else:
-        choice = choose(work, target, hardware.gpu)
+        room = Room(target, hardware.gpu)
+        choice = choose(work, room)
         planned = choice.plan.work
         check_graph(
             planned.modules,
@@ -107,7 +109,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
             has_dropout=config.lora.lora_dropout > 0,
             is_cuda=True,
         )
-        lines, figures = _describe(choice, hardware, target)
+        lines, figures = _describe(choice, hardware, room)
         notes = [*work.model.notes(work.modules), *([rounded] if rounded else [])]
         notes += _doubts(planned, figures["num_tokens"], figures["num_tokens_from"])
         lines += [*padded, *(f"Note: {note}" for note in notes)]
@@ -116,7 +118,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
             typed = shlex.join(overrides)
             lines += [f"Next, see what is trained on: qlora-fsdp preview {typed}", f"Then: qlora-fsdp train {typed}"]
         else:
-            changes = cheapest_changes(work, target, hardware.gpu)
+            changes = cheapest_changes(work, room)
             lines += _describe_changes(choice, changes, target)
             figures["changes"] = [
                 {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
@@ -231,9 +233,11 @@ def _check(config: Config, hardware: Hardware) -> None:
     refuse(problems)
 
 
-def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
+def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines to print, and what preflight.json holds."""
-    spending, gpu = use_spare(choice, target), hardware.gpu
+    gpu = hardware.gpu
+    target = room.target
+    spending = use_spare(choice, target)
     plan = spending.plan
     work, config = plan.work, plan.work.config
     speed = planned_tokens_per_second(plan, gpu)
@@ -259,7 +263,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
-        *remarks(spending, target, gpu),
+        *remarks(spending, room),
     ]
     figures = {
         "fits": choice.fits,

@@ -19,29 +19,27 @@ from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations, ShardingStrategy
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers.experts import grouped_products
-from qlora_fsdp.memory import choose_plan
-from qlora_fsdp.memory.choose_plan import (
+from qlora_fsdp.memory import search
+from qlora_fsdp.memory.choices import TILE_TOKENS, micro_batch_sizes, ways_to_share
+from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
+from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
+from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
+from qlora_fsdp.memory.policy import Policy, describe_policies, next_smaller
+from qlora_fsdp.memory.search import (
     CLOSE,
     MARGIN,
     ROOM,
     SPARE,
-    TILE_TOKENS,
+    Room,
     choose,
-    describe_choice,
-    describe_policies,
-    micro_batch_sizes,
-    next_smaller,
+    enough_gpus,
+    largest_savings,
+    longest,
+    smaller_runs,
     use_spare,
-    ways_to_share,
-    with_strategy,
 )
-from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
-from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
-from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
-from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.show import faster_lines, remarks, waiting_lines
+from qlora_fsdp.memory.show import describe_choice, faster_lines, remarks, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, step_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, longest, smaller_runs
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
@@ -116,7 +114,7 @@ MEASURED_BACKWARD = [
 def test_backward_is_what_was_measured(num_ranks, model, length, size, memory, more, backward):
     settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", f"memory={memory}", *more)
     settings += ("fsdp.reshard_after_forward=true",)
-    plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
+    plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), Room(140 * GIB, H200)).plan
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.1)
 
 
@@ -162,7 +160,7 @@ def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forw
         "kernels.dequantize=triton",
         *more,
     )
-    plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
+    plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), Room(140 * GIB, H200)).plan
     assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.05)
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.05)
 
@@ -196,7 +194,7 @@ def test_gpus_that_read_peers_take_what_was_measured(
     settings += [f"training.micro_batch_size={size}", "memory=keep", "lora.r=16", *RECORDED, *more]
     settings += ["memory.keep_dequantized=false"]
     work = workload(*settings, num_ranks=num_ranks, can_read_peers=True)
-    plan = use_spare(choose(work, 140 * GIB, H200), 140 * GIB).plan
+    plan = use_spare(choose(work, Room(140 * GIB, H200)), 140 * GIB).plan
     measured = dict(zip(("load", "forward", "backward", "step"), phases, strict=True))
     assert {phase: plan.tensor_bytes(phase) / GIB for phase in measured} == pytest.approx(measured, abs=0.08)
     if speed is not None:
@@ -227,7 +225,7 @@ def test_memory_that_is_left_over_keeps_dequantized_weights_as_was_measured(
     settings = [f"model={model}", f"training.max_length={length}", f"training.global_batch_size={global_size}"]
     settings += [f"training.micro_batch_size={size}", "memory=keep", "lora.r=16", *RECORDED]
     work = workload(*settings, num_ranks=num_ranks, can_read_peers=True)
-    choice = choose(work, target, gpu)
+    choice = choose(work, Room(target, gpu))
     plan = use_spare(choice, target).plan
     assert plan.num_kept_dequantized == num_kept and plan.needed <= (1 - SPARE) * target
     measured = dict(zip(("load", "forward", "backward", "step"), phases, strict=True))
@@ -248,7 +246,7 @@ def test_memory_that_is_left_over_keeps_dequantized_weights_as_was_measured(
 def test_dequantized_weights_that_stay_need_no_more_at_the_peak(length: int, peak: float, speed: int):
     settings = ["model=llama3-8b", f"training.max_length={length}", "memory=keep", "lora.r=16", *RECORDED]
     choices = [
-        use_spare(choose(work, 130 * GIB, H200), 130 * GIB)
+        use_spare(choose(work, Room(130 * GIB, H200)), 130 * GIB)
         for work in (workload(*settings), workload(*settings, "memory.keep_dequantized=run"))
     ]
     until_backward, for_the_run = (choice.plan for choice in choices)
@@ -261,10 +259,10 @@ def test_dequantized_weights_that_stay_need_no_more_at_the_peak(length: int, pea
     assert planned_tokens_per_second(until_backward, H200) < planned_tokens_per_second(for_the_run, H200)
     assert "dequantized weights of 32 layers kept for the whole run" in describe_choice(for_the_run)
     assert "dequantized weights of 32 layers kept until backward" in describe_choice(until_backward)
-    said = [line for line in remarks(choices[0], 130 * GIB, H200) if "memory.keep_dequantized=run needs" in line]
+    said = [line for line in remarks(choices[0], Room(130 * GIB, H200)) if "memory.keep_dequantized=run needs" in line]
     gain = planned_tokens_per_second(for_the_run, H200) / planned_tokens_per_second(until_backward, H200) - 1
     assert len(said) == (gain >= 0.03) and all(f"is {gain:.0%} faster" in line for line in said)
-    assert not remarks(choices[1], 130 * GIB, H200)
+    assert not remarks(choices[1], Room(130 * GIB, H200))
     savings = {change.text: change.saved for change in largest_savings(for_the_run, H200)}
     assert savings["memory.keep_dequantized=false"] > 31 * layer * GIB
 
@@ -272,7 +270,7 @@ def test_dequantized_weights_that_stay_need_no_more_at_the_peak(length: int, pea
 def test_a_base_that_fsdp_shards_keeps_dequantized_weights_until_backward():
     settings = ["model=llama3-8b", "training.max_length=1024", "memory=keep", *RECORDED]
     plans = [
-        use_spare(choose(work, 75 * GIB, H200), 75 * GIB).plan
+        use_spare(choose(work, Room(75 * GIB, H200)), 75 * GIB).plan
         for more in ([], ["memory.keep_dequantized=run"])
         for work in [workload(*settings, *more, num_ranks=2)]
     ]
@@ -292,7 +290,7 @@ def test_a_base_that_fsdp_shards_keeps_dequantized_weights_until_backward():
 def test_weights_that_were_to_stay_and_cannot(gib: int, more: str, why: str):
     settings = ["model=llama3-8b", "fsdp=no_shard", "memory=keep", *RECORDED, "memory.keep_dequantized=run", more]
     work = workload(*settings, num_ranks=2)
-    said = remarks(use_spare(choose(work, gib * GIB, H200), gib * GIB), gib * GIB, H200)
+    said = remarks(use_spare(choose(work, Room(gib * GIB, H200)), gib * GIB), Room(gib * GIB, H200))
     assert f"memory.keep_dequantized=run does nothing here: {why}" in said
 
 
@@ -300,7 +298,9 @@ def test_weights_that_were_to_stay_and_cannot(gib: int, more: str, why: str):
 def test_what_a_kept_weight_saves(more: list[str]):
     """A forward of the policy, one of the reference and a backward read a weight; it is dequantized once, or never."""
     settings = ["model=llama3-8b", "training.max_length=1024", "memory=keep", *RECORDED, *more]
-    choices = [choose(workload(*settings, *held), 75 * GIB, H200) for held in ([], ["memory.keep_dequantized=run"])]
+    choices = [
+        choose(workload(*settings, *held), Room(75 * GIB, H200)) for held in ([], ["memory.keep_dequantized=run"])
+    ]
     once, never = (use_spare(choice, 75 * GIB).plan for choice in choices)
     seconds = [step_seconds(once.work, once.policies, H200, num_kept) for num_kept in (0, 32)]
     saved = (seconds[0] - seconds[1]) / (2 if more else 1)
@@ -310,17 +310,17 @@ def test_what_a_kept_weight_saves(more: list[str]):
 @pytest.mark.parametrize("more", ["memory=recompute", "memory=offload", "compute.cuda_graph=false", "compute=fp8"])
 def test_no_dequantized_weights_are_kept_where_that_is_not_asked_for_or_gains_nothing(more: str):
     work = workload("model=llama3-8b", "training.max_length=1024", "memory=keep", *RECORDED, more)
-    assert use_spare(choose(work, 75 * GIB, H200), 75 * GIB).plan.num_kept_dequantized == 0
+    assert use_spare(choose(work, Room(75 * GIB, H200)), 75 * GIB).plan.num_kept_dequantized == 0
 
 
 def test_codes_are_read_from_other_gpus_where_their_buffers_fit():
     """Two layers' codes of 70B take 0.8 GiB on two GPUs."""
     settings = "model=llama3-70b", "training.max_length=2048", "quant.embeddings=int8", TWICE
     work = workload(*settings, num_ranks=2, can_read_peers=True)
-    least = choose(replace(work, can_read_peers=False), 0, H200).plan.needed
-    assert not choose(work, least + 0.1 * GIB, H200).plan.work.reads_peers
-    assert choose(work, least + 0.1 * GIB, H200).fits
-    assert choose(work, least + 1.0 * GIB, H200).plan.work.reads_peers
+    least = choose(replace(work, can_read_peers=False), Room(0, H200)).plan.needed
+    assert not choose(work, Room(least + 0.1 * GIB, H200)).plan.work.reads_peers
+    assert choose(work, Room(least + 0.1 * GIB, H200)).fits
+    assert choose(work, Room(least + 1.0 * GIB, H200)).plan.work.reads_peers
 
 
 # The same of one GPU, 4096 x 1, all layers kept and all recomputed: the other presets on an H100 (Phi 4: H200), and
@@ -366,7 +366,7 @@ def test_405b_is_what_was_measured():
     plan = make_plan(work, (Policy.full,) * 121 + (Policy.selective,) * 5)
     assert plan.tensor_bytes("load") / GIB == pytest.approx(25.54, abs=0.1)
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(36.40, abs=0.1)
-    choice = choose(work, 40 * GIB, H200)
+    choice = choose(work, Room(40 * GIB, H200))
     assert choice.fits and choice.plan.needed <= 40 * GIB
 
 
@@ -491,7 +491,7 @@ MEASURED_SPEEDS = [
 def test_speed_is_what_was_measured(num_ranks, model, length, size, more, speed):
     settings = (f"model={model}", f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
     work = workload(*settings, num_ranks=num_ranks)
-    plan = choose(work, (work.config.memory.target_gib or 133) * GIB, H200).plan
+    plan = choose(work, Room((work.config.memory.target_gib or 133) * GIB, H200)).plan
     assert tokens_per_second(plan.work, plan.policies, H200) / num_ranks == pytest.approx(speed, rel=0.15)
 
 
@@ -585,7 +585,7 @@ def test_ranks_that_share_sequences_keep_a_slice_each():
         assert ours.in_forward.attention == 2 * theirs.in_forward.attention
         assert ours.in_forward.products == theirs.in_forward.products
     assert (shared.ends.hidden, shared.ends.loss) == (alone.ends.hidden, alone.ends.loss)
-    assert choose(replace(shared, num_ranks=8), 76 * GIB, H200).fits
+    assert choose(replace(shared, num_ranks=8), Room(76 * GIB, H200)).fits
     one_each, one_for_two = (longest(replace(work, num_ranks=2), 76 * GIB) for work in (alone, shared))
     assert 1.8 < one_for_two.work.config.training.max_length / one_each.work.config.training.max_length < 2.2
 
@@ -596,11 +596,11 @@ def test_auto_lets_as_few_ranks_share_sequences_as_must():
     Attention's results are offloaded with the inputs, as far as there is room: a host of half the size is enough.
     """
     run = ("model=llama3-8b", "training.global_batch_size=4", "training.max_length=524288")
-    alone = choose(workload(*run, num_ranks=4), 76 * GIB, H200)
+    alone = choose(workload(*run, num_ranks=4), Room(76 * GIB, H200))
     assert alone.fits and alone.sharing is None and alone.plan.work.config.distributed.num_slices == 1
     for more, target, host in ((run[2:], 76, alone.plan.host_needed / 2.5), (["training.max_length=1048576"], 76, inf)):
         work = workload(*run[:2], *more, num_ranks=4)
-        shared = choose(work, target * GIB, H200, host)
+        shared = choose(work, Room(target * GIB, H200, host))
         assert shared.fits and shared.plan.work.config.distributed.num_slices == 2
         assert "2 GPUs share each sequence" in shared.sharing
     closed = ("distributed.context_parallel=1", "training.micro_batch_size=2", "model.attn_implementation=sdpa")
@@ -635,8 +635,8 @@ def test_who_waits_for_python_is_told():
 def test_room_for_the_whole_base_is_told_where_it_is_faster(model, gpu, more, is_told):
     known = known_gpus()[gpu]
     target = known.gib * 0.95 * GIB
-    choice = choose(workload(f"model={model}", *more, num_ranks=4), target, known)
-    lines = faster_lines(choice, target, known)
+    choice = choose(workload(f"model={model}", *more, num_ranks=4), Room(target, known))
+    lines = faster_lines(choice, Room(target, known))
     assert ["fsdp=no_shard needs" in line for line in lines] == [True] * is_told
 
 
@@ -659,15 +659,18 @@ def test_room_for_the_whole_base_is_told_where_it_is_faster(model, gpu, more, is
 def test_whole_copies_are_chosen_where_there_is_room_to_spare(num_ranks, model, gib, more, strategy):
     more = more if any("fsdp=" in text for text in more) else ("fsdp=auto", *more)
     work = workload(f"model={model}", "compute.cuda_graph=auto", *more, num_ranks=num_ranks)
-    choice = choose(work, gib * GIB, H200)
+    choice = choose(work, Room(gib * GIB, H200))
     fsdp = choice.plan.work.config.fsdp
     assert fsdp.sharding_strategy.name == strategy
     if choice.sharding is None:
         assert num_ranks == 1 or "fsdp=auto" not in more or not work.config.fsdp.may_be_whole
         return
-    assert f"auto is {strategy}" in choice.sharding and faster_lines(choice, gib * GIB, H200) == [choice.sharding]
+    assert f"auto is {strategy}" in choice.sharding and faster_lines(choice, Room(gib * GIB, H200)) == [choice.sharding]
     other = ShardingStrategy.FULL_SHARD if strategy == "NO_SHARD" else ShardingStrategy.NO_SHARD
-    by_hand = {each: choose(with_strategy(work, each), gib * GIB, H200) for each in (other, fsdp.sharding_strategy)}
+    by_hand = {
+        each: choose(work.with_values({"fsdp.sharding_strategy": each}), Room(gib * GIB, H200))
+        for each in (other, fsdp.sharding_strategy)
+    }
     if strategy == "NO_SHARD":
         assert choice.plan.needed <= gib * GIB * (1 - SPARE)
         speeds = [tokens_per_second(each.plan.work, each.plan.policies, H200) for each in by_hand.values()]
@@ -695,7 +698,7 @@ def test_the_graphs_of_padded_sequences_are_counted():
 
 def test_on_a_cpu_the_base_is_split():
     work = replace(workload("model=llama3-8b", "fsdp=auto", num_ranks=2), is_cuda=False)
-    choice = choose(work, 1000 * GIB, H200)
+    choice = choose(work, Room(1000 * GIB, H200))
     assert choice.plan.work.num_shards == 2 and choice.sharding is None
 
 
@@ -703,14 +706,14 @@ def test_auto_fills_the_card_and_no_more():
     work = workload("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4")
     needed, speeds = [], []
     for gib in (12, 24, 40, 80, 140):
-        choice = choose(work, gib * GIB, H200)
+        choice = choose(work, Room(gib * GIB, H200))
         assert choice.fits and choice.plan.needed <= gib * GIB
         needed.append(choice.plan.needed / GIB)
         speeds.append(tokens_per_second(work, choice.plan.policies, H200))
     assert speeds == sorted(speeds)
     assert needed[1] > 21 and needed[2] > 37, "a layer more would not fit"
     assert set(choice.plan.policies) == {Policy.none}
-    mixed = choose(work, 40 * GIB, H200).plan.policies
+    mixed = choose(work, Room(40 * GIB, H200)).plan.policies
     assert list(mixed) == sorted(mixed, key=[Policy.full, Policy.selective, Policy.none].index), (
         "recomputed layers come first"
     )
@@ -730,10 +733,10 @@ def test_attention_is_kept_where_that_is_faster(monkeypatch: pytest.MonkeyPatch,
     """In long rows; and never is a plan slower than the best without it."""
     more = ("compute.cuda_graph=auto", "kernels.cross_entropy=auto", "training.global_batch_size=1")
     work = workload("model=llama3-8b", f"training.max_length={length}", *more)
-    found = choose(work, gib * GIB, H200)
+    found = choose(work, Room(gib * GIB, H200))
     assert found.fits and set(found.plan.policies) == expected
-    monkeypatch.setattr(choose_plan, "LADDERS", choose_plan.LADDERS[:1])
-    without = choose(work, gib * GIB, H200)
+    monkeypatch.setattr(search, "LADDERS", search.LADDERS[:1])
+    without = choose(work, Room(gib * GIB, H200))
     speeds = [tokens_per_second(each.plan.work, each.plan.policies, H200) for each in (found, without)]
     assert speeds[0] > 1.05 * speeds[1] if Policy.attention in expected else found == without
 
@@ -742,19 +745,19 @@ def test_layers_stay_gathered_where_there_is_room():
     """For 8B they take 4 GiB more; to remake norms for that is the cheaper, to recompute layers the dearer."""
     settings = ("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4")
     work = workload(*settings, num_ranks=2)
-    assert not choose(work, 80 * GIB, H200).plan.work.reshards
-    kept = choose(workload(*settings, "fsdp.reshard_after_forward=true", num_ranks=2), 80 * GIB, H200).plan
-    assert 3 < (choose(work, 80 * GIB, H200).plan.needed - kept.needed) / GIB < 5
-    short = choose(work, kept.needed / (1 - ROOM) + GIB, H200).plan
+    assert not choose(work, Room(80 * GIB, H200)).plan.work.reshards
+    kept = choose(workload(*settings, "fsdp.reshard_after_forward=true", num_ranks=2), Room(80 * GIB, H200)).plan
+    assert 3 < (choose(work, Room(80 * GIB, H200)).plan.needed - kept.needed) / GIB < 5
+    short = choose(work, Room(kept.needed / (1 - ROOM) + GIB, H200)).plan
     assert not short.work.reshards and set(short.policies) == {Policy.selective, Policy.none}
-    shorter = choose(work, 56 * GIB, H200).plan
+    shorter = choose(work, Room(56 * GIB, H200)).plan
     assert shorter.work.reshards and Policy.full not in shorter.policies
     for more, reshards in (
         ("fsdp.reshard_after_forward=false", False),
         ("fsdp=shard_grad_op", False),
         ("fsdp=no_shard", True),
     ):
-        assert choose(workload(*settings, more, num_ranks=2), 24 * GIB, H200).plan.work.reshards is reshards
+        assert choose(workload(*settings, more, num_ranks=2), Room(24 * GIB, H200)).plan.work.reshards is reshards
 
 
 def test_short_memory_is_relieved_step_by_step(monkeypatch: pytest.MonkeyPatch):
@@ -790,7 +793,7 @@ def test_micro_batch_is_chosen_with_the_policy():
     settings = ("model=llama3-8b", "training.max_length=1024", "training.global_batch_size=24")
 
     def chosen(size: int | str) -> MemoryPlan:
-        return choose(workload(*settings, f"training.micro_batch_size={size}", num_ranks=2), 70 * GIB, H200).plan
+        return choose(workload(*settings, f"training.micro_batch_size={size}", num_ranks=2), Room(70 * GIB, H200)).plan
 
     by_hand = {size: chosen(size) for size in (1, 2, 4)}  # the powers of two that divide 12 sequences a rank
     best = max(by_hand, key=lambda size: tokens_per_second(by_hand[size].work, by_hand[size].policies, H200))
@@ -825,15 +828,15 @@ def test_micro_batches_to_choose_from(length, num_ranks, more, is_cuda, sizes):
 def test_what_would_fit_fits():
     work = workload("model=llama3-70b", "training.max_length=2048", num_ranks=2)
     target = 24 * 0.95 * GIB
-    assert not choose(work, target, H200).fits
-    changes = smaller_runs(work, target, H200)
-    assert changes and all(change.fits and change.plan.needed <= target for change in changes)
+    assert not choose(work, Room(target, H200)).fits
+    changes = smaller_runs(work, Room(target, H200))
+    assert changes and all(change.plan.needed <= target for change in changes)
     assert {"fsdp=offload", "quant.embeddings=int8"} <= {change.text for change in changes}
-    gpus = enough_gpus(work, target, H200)
+    gpus = enough_gpus(work, Room(target, H200))
     assert gpus is not None and gpus.text == "4 GPUs" and gpus.plan.needed <= target
     long = workload("model=llama3-8b", "training.max_length=131072", "training.micro_batch_size=2")
-    (one, *_) = smaller_runs(long, 9.5 * GIB, H200)
-    assert "training.max_length=65536" in one.text and one.fits and one.plan.needed <= 9.5 * GIB
+    (one, *_) = smaller_runs(long, Room(9.5 * GIB, H200))
+    assert "training.max_length=65536" in one.text and one.plan.needed <= 9.5 * GIB
     plan = uniform(work, Policy.none)
     savings = largest_savings(plan, H200)
     assert [c.plan.needed for c in savings] == sorted(c.plan.needed for c in savings)
@@ -897,14 +900,14 @@ LONG = ("training.micro_batch_size=1", "training.global_batch_size=1", "training
 def test_tiles_are_chosen_for_long_rows_alone():
     """Where layers must be computed again or would not fit. One layer's memory then grows far less with the length."""
     work = workload("model=llama3-8b", *LONG)
-    chosen = choose(work, 80 * GIB, H200)
+    chosen = choose(work, Room(80 * GIB, H200))
     assert chosen.fits and chosen.plan.work.config.memory.num_tile_tokens == TILE_TOKENS
     assert f"MLPs in tiles of {TILE_TOKENS:,} tokens" in describe_choice(chosen.plan)
-    assert choose(work, 2000 * GIB, H200).plan.work.config.memory.num_tile_tokens is None
+    assert choose(work, Room(2000 * GIB, H200)).plan.work.config.memory.num_tile_tokens is None
     for more in ("training.max_length=16384", "memory.tile_tokens=null", "lora.lora_dropout=0.1"):
-        assert choose(workload("model=llama3-8b", *LONG, more), 80 * GIB, H200).plan.work.config.memory.tile_tokens in (
-            *("auto", None),
-        )
+        assert choose(
+            workload("model=llama3-8b", *LONG, more), Room(80 * GIB, H200)
+        ).plan.work.config.memory.tile_tokens in (*("auto", None),)
     whole, tiled = (
         make_plan(workload("model=llama3-8b", *LONG, f"memory.tile_tokens={size}"), [Policy.offload] * 32)
         for size in ("null", TILE_TOKENS)
@@ -1055,11 +1058,11 @@ def test_experts_of_30b_train_in_24_gib():
     """As a CUDA graph where the target is 24 GiB, and launched kernel by kernel on a GPU of which 22.8 can be had."""
     small = ("memory=recompute", "optim=adamw_8bit", "quant.embeddings=int8", *RECORDED)
     work = workload("model=qwen3-30b-a3b", "training.max_length=2048", *small)
-    recorded, launched = choose(work, 24 * GIB, H200), choose(work, 22.8 * GIB, H200)
+    recorded, launched = choose(work, Room(24 * GIB, H200)), choose(work, Room(22.8 * GIB, H200))
     assert recorded.fits and not recorded.gives_up_graph
     assert launched.fits and launched.gives_up_graph and launched.plan.needed < recorded.plan.needed
     assert tokens_per_second(recorded.plan.work, recorded.plan.policies, H200) > 6000
-    assert not choose(work, 21 * GIB, H200).fits
+    assert not choose(work, Room(21 * GIB, H200)).fits
 
 
 def test_gradients_of_a_recorded_step_count_once():

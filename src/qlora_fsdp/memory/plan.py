@@ -9,7 +9,7 @@ largest phase decides whether a run fits.
 
 Activations wait for backward, and how many do depends on each layer's policy (memory/policy.py): a layer may keep all
 of them, or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced
-on meta (tracing/trace.py). memory/choose_plan.py makes plans for several policies and picks one.
+on meta (tracing/trace.py). memory/search.py makes many plans of a run and picks one.
 
 To the tensors' bytes the plan adds two more: what torch's allocator holds beyond the tensors, and what CUDA and NCCL
 take outside the allocator.

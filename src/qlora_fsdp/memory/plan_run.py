@@ -14,12 +14,11 @@ from qlora_fsdp.common.text import join_words
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.memory.choose_plan import choose, describe_choice, describe_policies, fixed_policies, use_spare
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
-from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.show import changes_table, host_line, remarks, speed_text, table
-from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
+from qlora_fsdp.memory.policy import Policy, describe_policies, fixed_policies
+from qlora_fsdp.memory.search import MAX_SHOWN, Room, cheapest_changes, choose, enough_gpus, smaller_runs, use_spare
+from qlora_fsdp.memory.show import changes_table, describe_choice, host_line, remarks, speed_text, table
 from qlora_fsdp.memory.traced import TracedModel
 from qlora_fsdp.memory.workload import Workload
 
@@ -45,6 +44,11 @@ class Machine:
     is_cuda: bool
     host_available: int
     can_read_peers: bool = True
+
+    @property
+    def room(self) -> Room:
+        """What a GPU has room for."""
+        return Room(self.target, self.gpu)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def plan_run(
         machine.can_read_peers,
     )
     host = machine.host_available if machine.is_cuda else math.inf
-    choice = use_spare(choose(work, machine.target, machine.gpu, host), machine.target)
+    choice = use_spare(choose(work, replace(machine.room, host=host)), machine.target)
     plan = choice.plan
     _check_weights(plan, machine)
     _check_host(plan, machine)
@@ -134,9 +138,9 @@ def plan_run(
         lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
     lines.append(_reason(work, plan, machine))
     if machine.is_cuda:
-        lines += remarks(choice, machine.target, machine.gpu)
+        lines += remarks(choice, machine.room)
     if not choice.fits and machine.is_cuda:
-        cheapest = cheapest_changes(work, machine.target, machine.gpu)
+        cheapest = cheapest_changes(work, machine.room)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
     chosen = plan.work.config
     return RunPlan(
@@ -217,7 +221,7 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
     missing = (weights - machine.target) / GIB
     reason = f"is {missing:.2f} GiB less than a rank's weights take, {weights / GIB:.2f} GiB"
     if machine.is_cuda:
-        gpus = enough_gpus(work, machine.target, machine.gpu)
+        gpus = enough_gpus(work, machine.room)
         more = f"Use {gpus.text}, or set fsdp=offload." if gpus else "Set fsdp=offload."
         reason += " with CUDA's own share."
     else:
@@ -259,7 +263,7 @@ def _check_cpu(plan: MemoryPlan, work: Workload, machine: Machine) -> None:
     available = machine.host_available / machine.local_num_ranks
     if machine.is_cuda or needed <= available:
         return
-    fitting = smaller_runs(work, machine.target, machine.gpu)[:MAX_SHOWN]
+    fitting = smaller_runs(work, machine.room)[:MAX_SHOWN]
     fix = "Set model to a smaller one."
     if fitting:
         fix = "\n  ".join(["What would fit, by the plan:", *(change.text for change in fitting)])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from qlora_fsdp.common.text import format_table
 from qlora_fsdp.config.schema import Dtype, Weights
-from qlora_fsdp.memory.choose_plan import Choice, describe_policies
-from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.gpus import GPUS_A_HOST, Gpu, Hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
+from qlora_fsdp.memory.policy import describe_policies
+from qlora_fsdp.memory.search import Change, Choice, Room, dequantized_once, longest, whole_copies
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second, waiting_share
-from qlora_fsdp.memory.suggest import Change, dequantized_once, whole_copies
 from qlora_fsdp.memory.workload import Workload
 
 PARTS = {  # the rows of the table, in order
@@ -27,6 +29,7 @@ PARTS = {  # the rows of the table, in order
     "loss": "loss",
     "workspace": "workspace of cuBLAS, or of loading",
 }
+COUNTS = (1, 2, 4, 8)  # of GPUs, for which the longest rows are told
 MIN_WAITING = 0.25  # share of a step from which on the wait for Python gets a line
 _WIDTH = max(map(len, PARTS.values())) + 2
 
@@ -75,10 +78,10 @@ def read_bytes(work: Workload) -> int:
     return 0 if work.config.model.weights is Weights.random else work.parts.num_parameters * 2
 
 
-def remarks(choice: Choice, target: float, gpu: Gpu) -> list[str]:
+def remarks(choice: Choice, room: Room) -> list[str]:
     """What a user should know of a plan besides, a line each."""
-    faster = [*faster_lines(choice, target, gpu), *_held_lines(choice.plan, target, gpu)]
-    return [*_launch_lines(choice), *waiting_lines(choice.plan, gpu), *faster]
+    faster = [*faster_lines(choice, room), *_held_lines(choice.plan, room)]
+    return [*_launch_lines(choice), *waiting_lines(choice.plan, room.gpu), *faster]
 
 
 def _launch_lines(choice: Choice) -> list[str]:
@@ -100,29 +103,29 @@ def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
     return [f"GPUs would wait {share:.0%} of the time for Python to start their kernels: {small}"]
 
 
-def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
+def faster_lines(choice: Choice, room: Room) -> list[str]:
     """One line about whole copies of the base: what auto chose, or that they would be faster (`whole_copies`)."""
     plan = choice.plan
     if choice.sharding is not None:
         return [choice.sharding]
-    whole = whole_copies(plan, target, gpu) if choice.fits else None
+    whole = whole_copies(plan, room) if choice.fits else None
     if whole is None:
         return []
-    gain = whole.speed / tokens_per_second(plan.work, plan.policies, gpu) - 1
+    gain = whole.speed / room.speed(plan) - 1
     needed = _gib(whole.plan.needed)
     return [f"There is room for the whole base on each GPU: {whole.text} needs {needed} GiB, and is {gain:.0%} faster"]
 
 
-def _held_lines(plan: MemoryPlan, target: float, gpu: Gpu) -> list[str]:
+def _held_lines(plan: MemoryPlan, room: Room) -> list[str]:
     """One line if weights could stay for the whole run and that is faster, or if they should and can't; else none."""
     if plan.work.config.memory.keep_dequantized == "run":
         why = _why_none_held(plan)
         if why is not None:
             return [f"memory.keep_dequantized=run does nothing here: {why}"]
-    held = dequantized_once(plan, target, gpu)
+    held = dequantized_once(plan, room)
     if held is None:
         return []
-    gain = held.speed / planned_tokens_per_second(plan, gpu) - 1
+    gain = held.speed / planned_tokens_per_second(plan, room.gpu) - 1
     needed = _gib(held.plan.needed)
     return [f"Dequantized weights can stay for the whole run: {held.text} needs {needed} GiB, and is {gain:.0%} faster"]
 
@@ -163,6 +166,83 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "host_gib_rank_0": _gib_values(plan.host),
         "pinned_gib_a_rank": round(plan.pinned / GIB, 3),
     }
+
+
+def describe_choice(plan: MemoryPlan) -> str:
+    """Describe the choice: the activation policies, and what else stays from forward to backward."""
+    text = f"activations {describe_policies(plan.policies)}"
+    tile = plan.work.config.memory.num_tile_tokens
+    if tile is not None:
+        text += f", MLPs in tiles of {tile:,} tokens"
+    if plan.work.num_shards > 1 and not plan.work.reshards:
+        text += ", layers gathered once a pass"
+    number = plan.num_kept_dequantized
+    if number:
+        until = "for the whole run" if plan.work.holds_dequantized else "until backward"
+        text += f", dequantized weights of {number} layers kept {until}"
+    return text
+
+
+def describe_longest(
+    work: Workload, hardware: Hardware, target: float, name: str, positions: int | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the lines to print about the longest rows on 1 to 8 GPUs, and what preflight.json holds.
+
+    Args:
+        work: see `longest`, for any number of ranks.
+        hardware: the GPUs; their number is told of besides.
+        target: see `longest`.
+        name: the model's name.
+        positions: that the model knows; None if it does not say.
+    """
+    found: list[MemoryPlan] = []
+    wanted = work.config.distributed
+    for count in sorted({*COUNTS, hardware.count}):
+        if count % wanted.num_slices:
+            continue
+        ranks = replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST))
+        plan = longest(ranks, target)
+        if plan is not None:
+            found.append(plan)
+    if not found:
+        return [f"No rows of {name} fit in {target / GIB:.2f} GiB a GPU, however short"], {"longest": []}
+    figures = [_figures_of(plan, hardware.gpu) for plan in found]
+    lines = [
+        f"The longest rows of {name} on GPUs of {hardware.gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
+        f"the plan: one row at a time, {describe_choice(found[0])}",
+        _table_of(figures),
+    ]
+    if positions is not None and positions < figures[-1]["max_length"]:
+        lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
+    if wanted.context_parallel == 1:
+        lines.append("GPUs can share a row, which then can be as many times as long: distributed.context_parallel=N")
+    return lines, {"longest": figures}
+
+
+def _figures_of(plan: MemoryPlan, gpu: Gpu) -> dict[str, Any]:
+    return {
+        "gpus": plan.work.num_ranks,
+        "gpus_a_row": plan.work.config.distributed.num_slices,
+        "max_length": plan.work.config.training.max_length,
+        "needed_gib": plan.needed / GIB,
+        "host_gib": plan.host_needed / GIB,
+        "tokens_per_second": tokens_per_second(plan.work, plan.policies, gpu),
+    }
+
+
+def _table_of(figures: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "GPUs": str(row["gpus"]),
+            "GPUs a row": str(row["gpus_a_row"]),
+            "tokens a row": f"{row['max_length']:,}",
+            "GiB a GPU": f"{row['needed_gib']:.1f}",
+            "GiB a host": f"{row['host_gib']:.1f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        }
+        for row in figures
+    ]
+    return format_table(rows)
 
 
 def _gib_values(parts: Mapping[str, int]) -> dict[str, float]:

@@ -8,9 +8,10 @@ evaluations and the optimizer run, and Python takes no time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -52,6 +53,11 @@ class Workload:
     micro_batch_size: int
     is_cuda: bool = True
     can_read_peers: bool = True
+
+    def with_values(self, values: Mapping[str, Any]) -> Workload:
+        """The same run under other settings, by their keys."""
+        size = values.get("training.micro_batch_size", self.micro_batch_size)
+        return replace(self, config=self.config.with_values(values), micro_batch_size=size)
 
     @cached_property
     def modules(self) -> ModuleSpec:

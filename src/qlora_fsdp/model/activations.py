@@ -32,8 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from qlora_fsdp.common.sizes import offload_buffer_bytes
 from qlora_fsdp.layers.attention.kept import keep_attention
 from qlora_fsdp.layers.rewire import recompute_norms
-from qlora_fsdp.memory.choose_plan import describe_policies, next_smaller
-from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.policy import Policy, describe_policies, next_smaller
 
 log = logging.getLogger("qlora_fsdp")
 MIN_BYTES = 2**20  # tensors smaller than this stay where they are

@@ -11,10 +11,10 @@ import torch
 from qlora_fsdp.common.errors import ConfigError, DeviceError, Problem
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.schema import Dtype
-from qlora_fsdp.memory.choose_plan import MARGIN
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size
 from qlora_fsdp.memory.plan import CUDA_CONTEXT, GIB
 from qlora_fsdp.memory.plan_run import Machine
+from qlora_fsdp.memory.search import MARGIN
 from qlora_fsdp.runtime.host_memory import available_bytes
 from qlora_fsdp.runtime.peers import can_read_peers
 from qlora_fsdp.runtime.processes import Processes

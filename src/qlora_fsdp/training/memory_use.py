@@ -14,7 +14,7 @@ from qlora_fsdp.common.errors import MemoryShortage
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
-from qlora_fsdp.memory.suggest import largest_savings
+from qlora_fsdp.memory.search import largest_savings
 from qlora_fsdp.runtime.hardware import is_host_shortage, quote_shortage
 
 SNAPSHOT_ENTRIES = 200_000  # the last ones, which a snapshot has
