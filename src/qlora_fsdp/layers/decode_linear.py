@@ -281,7 +281,7 @@ class DecodeLayers:
         self.refresh()
         forwards: dict[nn.Module, Callable[..., Tensor]] = {**self.forwards}
         forwards |= {module: mlp.plain for module, mlp in self.mlps.items()}
-        with replaced((vars(module), "forward", forward) for module, forward in forwards.items()):
+        with replaced((module, "forward", forward) for module, forward in forwards.items()):
             try:
                 yield
             finally:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.config.schema import Kernel, KernelsConfig
 from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import LossKernel
@@ -98,14 +98,8 @@ def _patch(config: PretrainedConfig, switches: dict[str, bool]) -> Exception | N
 @contextmanager
 def stock_models() -> Iterator[None]:
     """While it lasts, transformers' classes are what they were before `use_fused_kernels` changed any."""
-    patched = {(owner, name): vars(owner)[name] for owner, name in _stock}
-    try:
-        for (owner, name), value in _stock.items():
-            setattr(owner, name, value)
+    with replaced([(owner, name, value) for (owner, name), value in _stock.items()]):
         yield
-    finally:
-        for (owner, name), value in patched.items():
-            setattr(owner, name, value)
 
 
 @contextmanager
@@ -120,10 +114,11 @@ def plain_activations() -> Iterator[None]:
         return
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
-    with (
-        patch.object(LigerSiLUMulFunction, "apply", _silu_and_multiply),
-        patch.object(LigerGELUMulFunction, "apply", _gelu_and_multiply),
-    ):
+    activations = [
+        (LigerSiLUMulFunction, "apply", staticmethod(_silu_and_multiply)),
+        (LigerGELUMulFunction, "apply", staticmethod(_gelu_and_multiply)),
+    ]
+    with replaced(activations):
         yield
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 from transformers import masking_utils
 
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.data.batch import Batch
 
 
@@ -38,7 +38,7 @@ def masks_without_asking(batch: Batch) -> Iterator[None]:
         yield
         return
     rows_of = _rows_in_masks if _has_several_rows(batch) else _one_row
-    with patch.object(masking_utils, "find_packed_sequence_indices", rows_of):
+    with replaced([(masking_utils, "find_packed_sequence_indices", rows_of)]):
         yield
 
 

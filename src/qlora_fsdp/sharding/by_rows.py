@@ -155,7 +155,7 @@ class ByRows:
             experts.refresh()
         for param, whole in self.copies:  # where a CUDA graph may read it
             whole.copy_(gather_whole(param, whole.device))
-        forwards = [(vars(module), "forward", forward) for module, forward in self.forwards.items()]
+        forwards = [(module, "forward", forward) for module, forward in self.forwards.items()]
         params = [(module._parameters, name, value) for module, name, value in self.params]
         with without_hooks(self.model), replaced(forwards), self.layers.in_use(), replaced(params):
             yield
@@ -215,7 +215,7 @@ class _OwnEmbedding:
     def __call__(self, input: Tensor) -> Tensor:
         """ids_BL -> x_BLD."""
         is_own = (input >= self.first) & (input < self.last)
-        with replaced([(vars(self.module), "padding_idx", None)]):  # which is a row of the whole table
+        with replaced([(self.module, "padding_idx", None)]):  # which is a row of the whole table
             x_BLD: Tensor = self.forward((input - self.first).where(is_own, 0))
         x_BLD = x_BLD.where(is_own.unsqueeze(-1), 0)
         dist.all_reduce(x_BLD, group=self.group)

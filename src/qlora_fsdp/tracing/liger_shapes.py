@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.layers import head_loss
 from qlora_fsdp.layers.gated import find_gated
@@ -80,11 +80,12 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
 @contextmanager
 def shapes_of_functions(model: nn.Module, kernels: Collection[str]) -> Iterator[None]:
     """While it lasts, so do the functions that the model's code calls: rotary embeddings, and Liger's loss."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(head_loss, "_liger_loss", _loss))
-        for name in {type(module).__module__ for module in model.modules()} if "rotary" in kernels else ():
-            if hasattr(sys.modules[name], "apply_rotary_pos_emb"):
-                stack.enter_context(patch.object(sys.modules[name], "apply_rotary_pos_emb", _rotate))
+    changes: list[tuple[Any, str, Any]] = [(head_loss, "_liger_loss", _loss)]
+    if "rotary" in kernels:
+        sources = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
+        name = "apply_rotary_pos_emb"
+        changes += [(source, name, _rotate) for source in sources if hasattr(source, name)]
+    with replaced(changes):
         yield
 
 

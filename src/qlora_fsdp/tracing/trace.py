@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +199,7 @@ def _routers_of_all_layers(model: TaskModel) -> Iterator[list[int]]:
         return loss
 
     stock = router_loss.of
-    with patch.object(router_loss, "of", of_all_layers):
+    with replaced([(router_loss, "of", of_all_layers)]):
         yield num_bytes
 
 
@@ -370,7 +369,7 @@ class Pass(torch.autograd.Function):
 def replaced_forwards(layers: Iterable[nn.Module], function: Callable[..., Any]) -> Iterator[None]:
     """While it lasts, calling a layer calls `function(layer, forward, *args, **kwargs)`."""
     different = dict.fromkeys(layers)  # layers that are alike may be one module
-    with replaced((vars(layer), "forward", partial(function, layer, layer.forward)) for layer in different):
+    with replaced((layer, "forward", partial(function, layer, layer.forward)) for layer in different):
         yield
 
 
@@ -429,7 +428,7 @@ def fused_attention(is_cuda: bool) -> Iterator[None]:
     queries and keys never exists.
     """
     # A mode of torch would be off while backward computes a layer again.
-    with patch.object(F, "scaled_dot_product_attention", partial(_attention, is_cuda)):
+    with replaced([(F, "scaled_dot_product_attention", partial(_attention, is_cuda))]):
         yield
 
 

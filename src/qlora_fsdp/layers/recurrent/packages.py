@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from transformers.integrations import hub_kernels
 
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.layers.liger import MODELS
 
 PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
@@ -60,14 +60,8 @@ def compute_by_packages() -> None:
 @contextmanager
 def computed_by_torch() -> Iterator[None]:
     """While it lasts, transformers' own code computes recurrent layers in all model files that are imported."""
-    functions = list(_functions())
-    before = [getattr(function.module, function.name) for function in functions]
-    compute_by_torch()
-    try:
+    with replaced([(function.module, function.name, function.by_torch) for function in _functions()]):
         yield
-    finally:
-        for function, value in zip(functions, before, strict=True):
-            setattr(function.module, function.name, value)
 
 
 def _functions() -> Iterator[_Function]:
@@ -94,7 +88,7 @@ def _torch_version(
 ) -> Callable[..., Any]:
     """What transformers makes of a function where the package is missing."""
     if by_package not in _by_torch:
-        with patch.dict(sys.modules, {package: None}):  # None: it can't be imported
+        with replaced([(sys.modules, package, None)]):  # None: it can't be imported
             made = hub_kernels.use_kernel_func_from_hub_with_fallback(kernel, package)(function)
         _by_torch[by_package] = made
         _by_package[made] = by_package

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.layers.kernels import triton_short_convolution
 from qlora_fsdp.layers.kernels.launch import has_kernels
 from qlora_fsdp.layers.recurrent.delta_rule import gated_delta_rule
@@ -63,15 +64,8 @@ def plain_functions(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _calling(model: nn.Module, choose: Callable[[Function], Function]) -> Iterator[None]:
-    before = []
-    for source, name, ours in list(_find(model)):
-        before.append((source, name, vars(source)[name]))
-        setattr(source, name, choose(ours))
-    try:
+    with replaced([(source, name, choose(ours)) for source, name, ours in _find(model)]):
         yield
-    finally:
-        for source, name, function in before:
-            setattr(source, name, function)
 
 
 def has_recurrent_layers(model: nn.Module) -> bool:
