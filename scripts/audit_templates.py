@@ -35,9 +35,10 @@ MARKER = re.compile(
 )
 # What the models' generation_config.json name beside the end of an answer, as the packages have templates alone.
 STOPS = {
+    "apertus": ["<|assistant_end|>", "<|tools_suffix|>"],
     "glm": ["<|user|>", "<|observation|>"],
     "gemma4": ["<turn|>", "<|tool_response>"],
-    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
+    "diffusiongemma": ["<turn|>", "<|tool_response>"],
     "gptoss": ["<|return|>", "<|call|>"],
 }
 FOREIGN = re.compile(r"(?:USER|TOOL|SYSTEM)\d")
@@ -84,7 +85,9 @@ def make_tokenizer(name: str, template: str, folder: Path) -> PreTrainedTokenize
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(MARKER.findall(template)))})
     tokenizer.chat_template = template
-    stops = [stop for family, found in STOPS.items() if family in name for stop in found]
+    plain = re.sub(r"[-_.]", "", name.lower())
+    families = [family for family in STOPS if family in plain]
+    stops = [stop for family in families for stop in STOPS[family] if stop in template]
     ids = tokenizer.convert_tokens_to_ids(stops)
     (folder / GENERATION_FILE).write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
     remember_stop_tokens(tokenizer, ModelConfig(path=str(folder)))

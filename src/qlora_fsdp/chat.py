@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, TextStreamer
 
     from qlora_fsdp.decoding.completer import Completer
+    from qlora_fsdp.decoding.stop_strings import StopStrings
     from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
@@ -224,8 +225,11 @@ class Answerer:
         completer: Completer | None,
         processes: Processes,
     ) -> None:
+        from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
+
         self.trained, self.generation = trained, generation
         self.completer, self.processes = completer, processes
+        self.stops = StopStrings(trained.tokenizer, stop_strings(generation))
 
     def answer(self, messages: list[dict[str, str]], settings: ChatSettings, interrupts: Interrupts) -> str:
         """The assistant's turn after `messages`.
@@ -250,7 +254,7 @@ class Answerer:
             max_new_tokens = min(max_new_tokens, limit - len(tokens))
         torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
         found = self._complete(tokens, max_new_tokens, interrupts)
-        return str(tokenizer.decode(found, skip_special_tokens=True))
+        return self.stops.cut(str(tokenizer.decode(found, skip_special_tokens=True)))
 
     def _complete(self, tokens: list[int], max_new_tokens: int, interrupts: Interrupts) -> list[int]:
         import torch
@@ -259,7 +263,7 @@ class Answerer:
         from qlora_fsdp.inference.completions import run_transformers
         from qlora_fsdp.inference.prompts import pad_left
 
-        streamer = _streamer(self.trained) if self.processes.is_main else None
+        streamer = _streamer(self.trained, self.stops) if self.processes.is_main else None
         may_stop = self.processes.num_ranks == 1
         if self.completer is None:
             pad_token_id = self.trained.tokenizer.pad_token_id
@@ -282,13 +286,18 @@ class Answerer:
         return request.completion
 
 
-def _streamer(trained: AssembledModel) -> TextStreamer:
-    """Prints an answer word by word, without what a terminal would obey."""
+def _streamer(trained: AssembledModel, stops: StopStrings) -> TextStreamer:
+    """Prints an answer word by word, without what a terminal would obey, and without the text that ends it."""
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
+        waiting = ""  # what may be the beginning of a text that ends the answer
+
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            print(for_stdout(text), flush=True, end="\n" if stream_end else "")
+            said = stops.cut(self.waiting + text)
+            num_sure = len(said) if stream_end else stops.num_sure(said)
+            self.waiting = said[num_sure:]
+            print(for_stdout(said[:num_sure]), flush=True, end="\n" if stream_end else "")
 
     return Streamer(trained.tokenizer, skip_prompt=True, skip_special_tokens=True)
 

@@ -125,6 +125,7 @@ def complete(
     import torch
 
     from qlora_fsdp.decoding.completer import Request
+    from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
     from qlora_fsdp.inference.completions import (
         complete_by_transformers,
         make_completer,
@@ -153,7 +154,8 @@ def complete(
         finally:
             completer.release()
         completions = [request.completion for request in requests]
-    texts = [str(trained.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
+    stops = StopStrings(trained.tokenizer, stop_strings(generation))
+    texts = [stops.cut(str(trained.tokenizer.decode(tokens, skip_special_tokens=True))) for tokens in completions]
     return dict(zip(mine, texts, strict=True))
 
 

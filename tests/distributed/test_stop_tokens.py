@@ -37,11 +37,11 @@ CHATML = (
 )
 
 
-def write_chatml_files(folder: Path) -> Path:
+def write_chatml_files(folder: Path, template: str = CHATML) -> Path:
     """Writes a base model's tokenizer and generation_config.json: their end token is not that of ChatML's turns."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
     return folder
@@ -110,6 +110,9 @@ def test_a_model_whose_stop_tokens_are_the_next_roles_markers_stops(tmp_path: Pa
     said, called = (json.loads(line)["completion"] for line in printed.splitlines())
     assert said == "\n<think></think>\nIt is four."
     assert called.endswith("\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>")
+    for asked_for, expected in zip(ANSWERS, (said, called), strict=True):
+        (answered,) = run_ranks(1, talk, settings[:-1], asked_for)
+        assert answered == f"{expected}\n"
 
 
 def test_a_model_stops_at_the_token_with_which_its_template_ends_answers(tmp_path: Path):
@@ -121,6 +124,20 @@ def test_a_model_stops_at_the_token_with_which_its_template_ends_answers(tmp_pat
     (completed,) = run_ranks(1, printed_by, generate.main, [*settings, f"prompt={asked}"])
     (answered,) = run_ranks(1, talk, settings, asked)
     assert completed == answered == "It is four.\n"
+
+
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_a_model_stops_at_an_end_marker_of_several_tokens(tmp_path: Path, in_slots: bool):
+    """A sampling option that slots do not know lets transformers complete the prompts."""
+    folder = write_chatml_files(tmp_path / "plain", CHATML.replace("<|im_end|>", " ###END"))
+    if not in_slots:
+        GenerationConfig(eos_token_id=byte_tokenizer().eos_token_id, no_repeat_ngram_size=90).save_pretrained(folder)
+    train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, asked_and_answered(SAID))
+    (asked,) = SAID
+    settings = [f"model.path={folder}", "quant=none", "max_new_tokens=50"]
+    (completed,) = run_ranks(1, printed_by, generate.main, [*settings, f"prompt={asked}"])
+    (answered,) = run_ranks(1, talk, settings, asked)
+    assert completed == answered == "It is four. \n"
 
 
 TEMPLATES = Path(__file__).parents[1] / "helpers" / "templates"

@@ -151,13 +151,13 @@ def test_an_end_marker_of_several_tokens_is_trained_on_as_a_whole(tmp_path: Path
 @pytest.mark.parametrize(
     ("end", "count"), [("' ###END\n'", 1), ("eos_token", 0), ("'<|im_end|>'", 1), ("'<pad>\n'", 0), ("'~'", 0)]
 )
-def test_an_end_marker_at_which_no_program_stops_is_told(tmp_path: Path, end: str, count: int):
+def test_an_end_marker_at_which_servers_do_not_stop_is_told(tmp_path: Path, end: str, count: int):
     path = write_lines(tmp_path / "rows.jsonl", [{"messages": CHAT}])
     template = "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + END }}{% endfor %}".replace("END", end)
     tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
     tokenizer.chat_template = template
     notes = check_end_marker(tokenizer, DataSpec.of(Config(data=DataConfig(path=str(path)))))
-    assert len(notes) == count and all("do not stop there by themselves" in note for note in notes)
+    assert len(notes) == count and all("Servers do not stop there by themselves" in note for note in notes)
 
 
 @pytest.mark.parametrize("template", EXPECTED)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import cache
+from itertools import pairwise
+from string import ascii_letters
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -27,15 +32,18 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3_5TextConfig,
     Qwen3Config,
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
 from qlora_fsdp.decoding.slot_cache import SlotCache
 from qlora_fsdp.decoding.steps import Prompts, Steps
+from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 
 CPU = torch.device("cpu")
@@ -174,6 +182,37 @@ def test_a_request_may_say_itself_where_it_ends():
     other = Request(prompts()[4], 9)
     Completer(model, CPU, Sampling(), ENDS, 0, 2).complete([ended, other])
     assert ended.completion == whole[:3] and other.completion == stock(model, other.prompt, 9)
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_several_tokens_end_a_text_as_stop_strings_do_in_transformers(length: int):
+    """The text is in the middle of what the model writes, for one of the prompts at least; others may have it too."""
+    model, tokenizer = build("llama"), letters()
+    whole = stock(model, prompts()[5], 20)
+    text = tokenizer.decode(whole[6 : 6 + length])
+    found = [Request(prompt, number) for prompt, number in zip(prompts(), NUM_NEW, strict=True)]
+    Completer(model, CPU, Sampling(), ENDS, 0, 3, stops=StopStrings(tokenizer, [text, "no such text"])).complete(found)
+    options = {"stop_strings": [text, "no such text"], "tokenizer": tokenizer}
+    expected = [stock(model, prompt, number, **options) for prompt, number in zip(prompts(), NUM_NEW, strict=True)]
+    assert [request.completion for request in found] == expected
+    assert len(expected[5]) <= 6 + length < NUM_NEW[5]
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are a letter, or two of which each is a token of its own too."""
+    tokens = [*ascii_letters, *map("".join, pairwise(ascii_letters))][:VOCAB]
+    own = Tokenizer(BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    own.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=own)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_sure"), [("", 0), ("It is", 5), ("It is #", 6), ("It is ###E", 6), ("## It", 5), ("It ##", 3)]
+)
+def test_what_may_become_a_stop_is_not_shown_yet(text: str, num_sure: int):
+    stops = StopStrings(byte_tokenizer(), ["###END"])
+    assert stops.num_sure(text) == num_sure
+    assert stops.cut(text) == text and stops.cut(f"{text}###END") == text
 
 
 def test_prompts_are_read_in_calls_of_limited_size():

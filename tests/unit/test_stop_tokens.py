@@ -12,7 +12,7 @@ from tests.helpers.glm import write_glm_files
 
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
 from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -77,23 +77,48 @@ def test_without_ids_the_end_token_alone_stops(tmp_path: Path, text: str | None)
 
 
 @pytest.mark.parametrize(
-    ("end", "expected"),
+    ("end", "expected", "texts"),
     [
-        ("'<|im_end|>'", ["<eos>", "<|im_end|>"]),
-        ("eos_token", ["<eos>"]),
-        ("'<|im_end|>' + eos_token", ["<eos>"]),  # generation stops at the token that training ends with
-        ("'<|end|>'", ["<eos>"]),  # several tokens
-        ("''", ["<eos>"]),
+        ("'<|im_end|>'", ["<eos>", "<|im_end|>"], ()),
+        ("eos_token", ["<eos>"], ()),
+        ("'<|im_end|>' + eos_token", ["<eos>"], ()),  # generation stops at the token that training ends with
+        ("'<|end|>'", ["<eos>"], ("<|end|>",)),  # several tokens
+        ("'}'", ["<eos>"], ()),  # one token of ordinary text, which answers may have
+        ("''", ["<eos>"], ()),
     ],
 )
-def test_generation_stops_at_the_token_with_which_the_template_ends_answers(end: str, expected: list[str]):
+def test_generation_stops_where_the_template_ends_answers(end: str, expected: list[str], texts: tuple[str, ...]):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + END }}\n{% endfor %}".replace(
         "END", end
     )
     assert tokenizer.convert_ids_to_tokens(list(end_ids_of(tokenizer))) == expected
+    assert end_texts_of(tokenizer) == texts
 
 
 def test_without_a_template_generation_stops_at_the_stop_tokens():
     assert end_ids_of(byte_tokenizer()) == stop_ids(byte_tokenizer())
+
+
+ROLES = "{% for m in messages %}{{ m.role + ': ' }}"
+WRITTEN = {
+    "gpt-oss: what ends thoughts ends earlier answers too, and the end token the last one": (
+        ROLES + "{{ m.content }}{{ eos_token if loop.last else '<|im_end|>' }}{% endfor %}",
+        ["<eos>"],
+    ),
+    "GigaChat: the same marker ends answers and stands before calls": (
+        ROLES + "{{ m.content or '' }}<|im_end|>{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{{ c.function.arguments }}<|im_end|>{% endfor %}{% endfor %}",
+        ["<eos>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_marker_that_turns_have_within_them_stops_nothing(name: str):
+    template, expected = WRITTEN[name]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = template
+    assert tokenizer.convert_ids_to_tokens(list(end_ids_of(tokenizer))) == expected

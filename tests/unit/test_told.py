@@ -16,6 +16,7 @@ from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.chats.told import EMPTY_THOUGHTS, NO_STOP, THOUGHTS_LEFT_OUT, TOLD, WORDS_LEFT_OUT
 from qlora_fsdp.data.cut import SAME_ROW
+from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenize_source import load_source, tokenize_source
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -137,3 +138,39 @@ def test_examples_of_a_row_are_counted_and_kept_in_the_cache(tmp_path: Path):
     assert made[Thoughts.last] == (2, 2, [1, 2], 1)
     assert made[Thoughts.all] == (2, 3, [1, 1, 2], 1)
     assert made[Thoughts.none][:3] == (2, 2, [1, 2])
+
+
+LATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'A: ' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name ~ c.function.arguments ~ ('' if loop.first else eos_token) }}{% endfor %}"
+    "{% if m.tool_calls and m.content %}{{ eos_token + 'A: ' }}{% endif %}{{ (m.content or '') + eos_token }}"
+    "{% else %}{{ m.role + ': ' + m.content + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+)
+
+
+def test_words_behind_the_token_at_which_the_model_stops_are_told_and_calls_refused():
+    """As DeepSeek-R1's distills write them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = LATE
+    text, spans, told = format_messages([ASKED, CALLED, RESULT, SAID], None, LossOn.completion, tokenizer)
+    assert [text[start:end] for start, end in spans] == ['add{"x": 1}<eos>', "Hello!<eos>"]
+    assert told == WORDS_LEFT_OUT
+    calls = [{"type": "function", "function": {"name": f"f{n}", "arguments": {"x": n}}} for n in range(3)]
+    with pytest.raises(BadRow, match="at which the model stops before a call of message 2"):
+        format_messages([ASKED, {**CALLED, "tool_calls": calls}, RESULT, SAID], None, LossOn.completion, tokenizer)
+    with pytest.raises(BadRow, match="at which the model stops before a call of message 2"):
+        format_messages(
+            [ASKED, {**CALLED, "content": "", "tool_calls": calls}, RESULT, SAID], None, LossOn.completion, tokenizer
+        )
+
+
+def test_a_header_that_the_prompt_writes_with_more_space_is_not_trained_on():
+    """As vLLM's template of Llama 4, whose prompt begins with a line break that conversations have not."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':\n' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\nassistant:\n' }}{% endif %}"
+    )
+    text, spans, _ = format_messages([ASKED, SAID, ASKED, SAID], None, LossOn.completion, tokenizer)
+    assert [text[start:end] for start, end in spans] == ["Hello!<eos>"] * 2

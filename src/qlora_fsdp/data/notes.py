@@ -21,12 +21,11 @@ from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import add_tokens, check_end_token, check_markers
 from qlora_fsdp.data.chats.template import Conversation, find_variables
 from qlora_fsdp.data.chats.thoughts import find_thoughts
-from qlora_fsdp.data.chats.turns import ends_of
+from qlora_fsdp.data.chats.turns import end_texts_of
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.message import as_template_sees
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.data.row import BadRow, add_system_prompt, holds_turns
-from qlora_fsdp.data.stop_tokens import stop_texts
 from qlora_fsdp.data.tokenizer import encode, with_template
 
 _DATE = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")  # transformers' function, with the date's format
@@ -114,21 +113,18 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[
 
 
 def check_end_marker(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[str]:
-    """Returns a note if the chat template ends answers with several tokens, at which no program stops by itself."""
+    """Returns a note if the chat template ends answers with several tokens, at which servers do not stop."""
     tokenizer = with_template(tokenizer, _first_data(spec))
     if not isinstance(tokenizer.chat_template, str) or not _first_conversation(spec):
         return []
-    known = tokenizer.added_tokens_encoder
-    stops = stop_texts(tokenizer)
-    markers = [text for text in ends_of(tokenizer) if text not in stops and text not in known]
-    num_tokens = len(encode(tokenizer, markers[0])) if markers else 1
-    if num_tokens == 1:
+    markers = end_texts_of(tokenizer)
+    if not markers:
         return []
+    num_tokens = len(encode(tokenizer, markers[0]))
     return [
-        f"the chat template ends answers with {_show(markers[0])}, which is {num_tokens} tokens."
-        " The model learns to say them; generate, chat and servers do not stop there by themselves. Set"
-        f" {add_tokens(markers[:1])}, which makes one token of them, or data.chat_template to a copy that ends answers"
-        " by the end token."
+        f"the chat template ends answers with {_show(markers[0])}, which is {num_tokens} tokens. The model learns to"
+        " say them, and generate, chat and evaluate stop there. Servers do not stop there by themselves: give them"
+        f" stop={_show(markers[0])}, or set {add_tokens(markers[:1])}, which makes one token of it."
     ]
 
 

@@ -22,6 +22,7 @@ from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slot_cache import SlotCache, attending
 from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.memory.workload import LENGTH_STEP, MAX_SLOTS
@@ -39,9 +40,9 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: at most this many are written.
-        is_done: asked after each new token, with all new ones, whether the text ends there; None: only an end token and
-            `max_new_tokens` end it.
-        completion: the new tokens, with the end token if there is one.
+        is_done: asked after each new token, with all new ones, whether the text ends there; None: only what ends all
+            texts of the completer and `max_new_tokens` end it.
+        completion: the new tokens, with those that end it.
     """
 
     prompt: list[int]
@@ -54,10 +55,12 @@ class Request:
         """Tokens of prompt and completion together, at most."""
         return len(self.prompt) + self.max_new_tokens
 
-    def add(self, token: int, ends: frozenset[int]) -> bool:
+    def add(self, token: int, ends: frozenset[int], stops: StopStrings | None) -> bool:
         """Add a token. Returns whether the text ends with it."""
         self.completion.append(token)
         if token in ends or len(self.completion) >= self.max_new_tokens:
+            return True
+        if stops is not None and stops(self.completion):
             return True
         return self.is_done is not None and self.is_done(self.completion)
 
@@ -93,6 +96,7 @@ class Completer:
         captures: record steps as CUDA graphs, on a GPU.
         prompt_tokens: most tokens of prompts that are read in one call, unless a single prompt has more.
         by_rows: what computes a sharded model; None: it is whole here. Its ranks complete the same requests.
+        stops: ends texts at several tokens; None: single tokens alone end them.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Completer:
         captures: bool = True,
         prompt_tokens: int = PROMPT_TOKENS,
         by_rows: ByRows | None = None,
+        stops: StopStrings | None = None,
     ) -> None:
         self.base = base
         self.device = device
@@ -116,6 +121,7 @@ class Completer:
         self.captures = captures
         self.prompt_tokens = prompt_tokens
         self.by_rows = by_rows
+        self.stops = stops
         self.layers = by_rows or DecodeLayers(base)
         self.steps: Steps | None = None
         self.num_wanted = 0  # slots that there would be if there were memory for all
@@ -204,7 +210,7 @@ class Completer:
         for slot, (token, request) in enumerate(zip(step.tokens.tolist(), step.running, strict=True)):
             if request is None or running[slot] is not request:
                 continue  # it ended before
-            ended = request.add(token, self.ends)
+            ended = request.add(token, self.ends, self.stops)
             if on_token is not None:
                 on_token(request, token)
             if ended:

@@ -27,6 +27,7 @@ _KNOWN = {
     "pad_token_id",
     "repetition_penalty",
     "return_dict_in_generate",
+    "stop_strings",
     "temperature",
     "top_k",
     "top_p",

@@ -17,9 +17,10 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import name_error, shorten
-from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
+from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.layers.liger import stock_models
@@ -48,12 +49,18 @@ def _are_ids(value: Any) -> bool:
     return all(type(each) is int and abs(each) < LIMIT for each in ids)
 
 
+def _are_texts(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(each, str) for each in texts)
+
+
 # What the values of a generation_config.json have to be, of those of which transformers does not say it clearly.
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p", "guidance_scale", "max_time"), _is_number),
     **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams"), _is_number),
     **dict.fromkeys(("num_return_sequences", "no_repeat_ngram_size", "prompt_lookup_num_tokens"), _is_number),
     **dict.fromkeys(("eos_token_id", "pad_token_id", "forced_eos_token_id", "suppress_tokens"), _are_ids),
+    "stop_strings": _are_texts,
     "repetition_penalty": lambda value: _is_number(value) and value > 0,
 }
 
@@ -62,7 +69,7 @@ def generation_config(trained: AssembledModel) -> GenerationConfig:
     """The generation_config.json of the model files, with the tokenizer's padding.
 
     Generation stops at the ids that the file names, and where answers end in training (`data.chats.turns`): at the
-    tokenizer's end token, and at the token with which its chat template ends answers.
+    tokenizer's end token, and at the token or the text with which its chat template ends answers.
 
     Raises:
         CheckpointError: the file can't be read, or a value in it can't be used.
@@ -71,6 +78,8 @@ def generation_config(trained: AssembledModel) -> GenerationConfig:
     config = GenerationConfig() if file is None or not file.is_file() else _read_generation(file)
     stops = dict.fromkeys([*end_tokens(config), *end_ids_of(trained.tokenizer)])
     config.eos_token_id = list(stops) or None
+    texts = dict.fromkeys([*stop_strings(config), *end_texts_of(trained.tokenizer)])
+    config.stop_strings = list(texts) or None
     config.pad_token_id = trained.tokenizer.pad_token_id
     return config
 
@@ -138,6 +147,7 @@ def make_completer(
         max_slots or MAX_SLOTS,
         prompt_tokens=SHARED_PROMPT_TOKENS if is_sharded else PROMPT_TOKENS,
         by_rows=ByRows(trained.model) if is_sharded else None,
+        stops=StopStrings(tokenizer, stop_strings(generation)),
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
@@ -22,16 +23,17 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.data.chats.turns import end_texts_of
 from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
+from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import blaming_file, generation_config, make_completer, stock_batch_size
 from qlora_fsdp.memory.workload import MAX_SLOTS
@@ -102,7 +104,12 @@ class ModelInStep:
     def _generate(self, **options: Any) -> Any:
         config = generation_config(self.trained)
         with blaming_file(self.trained, config):
-            return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
+            return self.base.generate(
+                generation_config=config,
+                synced_gpus=self.is_sharded,
+                tokenizer=self.trained.tokenizer,  # of the stop strings
+                **options,
+            )
 
     def _agree(self, work: Work) -> Work:
         """Agree on what the ranks compute next: the highest of what they ask for.
@@ -173,6 +180,9 @@ class SharedLM(HFLM):  # type: ignore[misc]
         return self._share(super().loglikelihood_rolling, requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        markers = end_texts_of(self.tokenizer)
+        if markers:  # at which lm-eval cuts the texts, too
+            requests = [_with_stops(request, markers) for request in requests]
         try:
             return self._share(super().generate_until, requests)
         finally:
@@ -215,7 +225,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
             self.completer = make_completer(self.model.trained, generation, self.processes, self.batch_size)
         assert self.completer is not None
         num_new = max_length - context.shape[1]
-        stops = Stops(self.tokenizer, stop)
+        stops = StopStrings(self.tokenizer, stop)
         prompts = [row[is_token.bool()].tolist() for row, is_token in zip(context.cpu(), mask.cpu(), strict=True)]
         requests = [Request(prompt, num_new, stops) for prompt in prompts]
         self.completer.complete(requests)
@@ -245,19 +255,12 @@ class SharedLM(HFLM):  # type: ignore[misc]
         return answered
 
 
-class Stops:
-    """Whether a text has one of some stop sequences at its end."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str]) -> None:
-        self.tokenizer, self.sequences = tokenizer, [sequence for sequence in sequences if sequence]
-        # A sequence may be cut into tokens in more ways than one: two tokens more than its own are looked at.
-        lengths = [len(tokenizer.encode(sequence, add_special_tokens=False)) for sequence in self.sequences]
-        self.num_tokens = max(lengths, default=0) + 2
-
-    def __call__(self, tokens: list[int]) -> bool:
-        """Whether it has, after each new token."""
-        end = str(self.tokenizer.decode(tokens[-self.num_tokens :]))
-        return any(sequence in end for sequence in self.sequences)
+def _with_stops(request: Any, texts: Sequence[str]) -> Any:
+    """A request for a text (`Instance`) that ends at these texts, too."""
+    context, options = request.args
+    until = options.get("until") or []
+    until = [until] if isinstance(until, str) else list(until)
+    return replace(request, arguments=(context, {**options, "until": [*until, *texts]}))
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:

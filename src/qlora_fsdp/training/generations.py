@@ -11,10 +11,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
-from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.decoding.completer import Completer, NoRoom, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
+from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.positions import num_learned_positions
@@ -72,6 +73,7 @@ class Generations:
             max_new_tokens=config.generation_tokens,
             use_cache=False,
             eos_token_id=list(end_ids_of(tokenizer)) or None,
+            stop_strings=list(end_texts_of(tokenizer)) or None,
             pad_token_id=tokenizer.pad_token_id,
         )
 
@@ -137,6 +139,7 @@ class Generations:
             min(MAX_SLOTS, len(numbers)),
             prompt_tokens=max(len(request.prompt) for request in requests),  # what training reads in one row
             by_rows=by_rows,
+            stops=StopStrings(self.tokenizer, stop_strings(self.settings)),
         )
         try:
             completer.complete(requests)
@@ -166,6 +169,7 @@ class Generations:
                     generation_config=self.settings,
                     max_new_tokens=self._room(model, tokens),
                     synced_gpus=is_sharded,
+                    tokenizer=self.tokenizer,  # of the stop strings
                 )
                 mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
         return mine

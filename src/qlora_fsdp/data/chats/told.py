@@ -27,8 +27,8 @@ TOLD = {
     " that the template writes anywhere, data.thoughts=none on those of none",
     OWN_CONVERSATIONS: "data.thoughts=all makes several conversations of each, as the chat template leaves out the"
     " thoughts of earlier answers: each answer is trained on once, where its thoughts are written",
-    WORDS_LEFT_OUT: "the chat template leaves out what answers say beside calls of tools, and the calls alone are"
-    " trained on",
+    WORDS_LEFT_OUT: "the chat template leaves out what answers say beside calls of tools, or writes it behind the token"
+    " at which the model stops, and the calls alone are trained on",
     EMPTY_THOUGHTS: "the chat template writes empty thoughts before answers that have none, and the prompt for an"
     " answer has them not, so that the model learns to say them",
     NO_STOP: "the chat template writes no stop token behind answers that more follows, so that they do not teach the"

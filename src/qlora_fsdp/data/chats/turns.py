@@ -35,11 +35,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.chats.calls import TOOLS, USER, Message, write_calls
+from qlora_fsdp.data.chats.calls import TOOLS, USER, WORD, Message, write_calls
 from qlora_fsdp.data.chats.examples import followed, make_example
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, find_words
 from qlora_fsdp.data.message import called_name, function_of
-from qlora_fsdp.data.row import NO_TARGET, BadRow
+from qlora_fsdp.data.row import NO_TARGET, REFUSED, BadRow
 from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
 
 MAX_HEADER = 100  # characters of a turn, that the end of a prompt is looked for in
@@ -151,11 +151,22 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 def end_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids at which generation stops: the stop tokens, and what the chat template ends answers with.
 
-    The latter is left out where it is no added token: as several tokens, or as part of ordinary text, it stops nothing.
+    The latter is left out where it is no added token; see `end_texts_of`.
     """
     known = tokenizer.added_tokens_encoder
     written = [known[text] for text in ends_of(tokenizer) if text in known]
     return tuple(dict.fromkeys([*stop_ids(tokenizer), *written]))
+
+
+def end_texts_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """What the chat template ends answers with, where that is several tokens: generation stops there as a text.
+
+    A single token of ordinary text, such as a bracket, stops nothing: answers have it too.
+    """
+    known = tokenizer.added_tokens_encoder
+    stops = stop_texts(tokenizer)
+    texts = [text for text in ends_of(tokenizer) if text not in stops and text not in known]
+    return tuple(text for text in texts if len(tokenizer.encode(text, add_special_tokens=False)) > 1)
 
 
 @lru_cache(maxsize=64)
@@ -174,12 +185,32 @@ def _template_stops(
     except Exception:  # of any type; another conversation may be written
         return stops
     words = str(messages[-1]["content"])
+    if after.rpartition(words)[2].lstrip().startswith(stops):
+        # It ends answers as the model does, though earlier ones may end otherwise: those of gpt-oss end with the token
+        # that ends thoughts too.
+        return stops
     behind = text.partition(words)[2]
     pieces = parts.get(len(messages) - 1, [])
     own = text[slice(*pieces[0])].rpartition(words)[2].strip() if len(pieces) == 1 else ""
     if not own:  # the next message begins with it
         own = behind[: num_common(behind, after.rpartition(words)[2])].strip()
-    return stops if not own or any(stop in own for stop in stops) else (*stops, own)
+    if not own or any(stop in own for stop in stops) or _is_before_calls(own, template, tokenizer):
+        return stops
+    return (*stops, own)
+
+
+def _is_before_calls(marker: str, template: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a template writes a marker within turns too, before a call, as that of GigaChat 3: it ends no turn."""
+    messages, more = followed(calls=True)
+    conversation = Conversation(write_calls([*messages, *more], template, tokenizer), TOOLS, template, tokenizer)
+    try:
+        trace = conversation.trace()
+    except DataError:
+        raise
+    except Exception:  # of any type; it knows no calls
+        return False
+    written = [trace.text[start:end] for start, end in trace.parts.get(len(messages) - 1, [])]
+    return any(marker in piece.partition(WORD)[0] for piece in written if WORD in piece)
 
 
 def _replay(conversation: Conversation, text: str, trace: Trace | None, number: int) -> Turn | None:
@@ -196,6 +227,15 @@ def _replay(conversation: Conversation, text: str, trace: Trace | None, number: 
         words_end = _end_of_words(conversation, text, number, (start, end))
         if words_end is None:
             return None
+        message = conversation.messages[number]
+        early_end = _find_early_stop(text, (start, words_end), stops, message)
+        if early_end is not None:
+            before, behind = text[start:early_end], text[early_end:words_end]
+            if any(leaf in behind and leaf not in before for leaf in _called_in(message)):
+                reason = f"it writes a token at which the model stops before a call of message {number + 1}"
+                raise BadRow(REFUSED, f"{reason}; set data.chat_template to one that writes it behind all calls")
+            spans.append((start, early_end))
+            return Turn(spans, next(each for each in stops if text.endswith(each, start, early_end)))
         stop, stop_end = _find_stop(text, words_end, end, stops)
         if not stop:
             stop_end = words_end + len(text[words_end:end].rstrip())
@@ -222,7 +262,7 @@ def _find_start(conversation: Conversation, text: str, number: int, part: Span) 
     with suppress(BadRow):  # a template may refuse a conversation that ends here
         prompt = conversation.render(messages, prompt=True)
         shared = _whole_markers(prompt, num_common(prompt, text[: part[1]]))
-        if number and shared >= part[0]:
+        if number and shared > part[0]:
             return shared
         before = conversation.render(messages)
     # What stands before is written otherwise once more follows.
@@ -232,7 +272,7 @@ def _find_start(conversation: Conversation, text: str, number: int, part: Span) 
     if shared:
         return part[0] + shared
     for length in range(min(len(prompt), len(written), MAX_HEADER), 0, -1):
-        if prompt.endswith(written[:length]):
+        if written[:length].strip() and prompt.endswith(written[:length]):
             return part[0] + length
     return part[0]
 
@@ -270,20 +310,29 @@ def _said_in(message: Message) -> list[str]:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     said = [part.get("text") for part in parts if isinstance(part, dict)]
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        function = function_of(call) or {}
-        arguments = function.get("arguments")
-        said.append(function.get("name"))
-        if isinstance(arguments, str):
-            said.append(arguments)
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        said += _leaves(arguments)
+    said += _called_in(message)
     if not any(isinstance(each, str) and each.strip() for each in said):
         said = [value for key, value in message.items() if key != "role"]  # such as thoughts
     lines = [each.strip().rpartition("\n")[2].strip() for each in said if isinstance(each, str)]
     return [*lines, *(json.dumps(line, ensure_ascii=False)[1:-1] for line in lines if "\\" in line or '"' in line)]
+
+
+def _called_in(message: Message) -> list[str]:
+    """The names and values of the calls of a message, and arguments that are text."""
+    calls = message.get("tool_calls")
+    found: list[str] = []
+    for call in calls if isinstance(calls, list) else []:
+        function = function_of(call) or {}
+        name = function.get("name")
+        arguments = function.get("arguments")
+        if isinstance(name, str):
+            found.append(name)
+        if isinstance(arguments, str):
+            found.append(arguments)
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        found += _leaves(arguments)
+    return found
 
 
 def _leaves(value: Any) -> list[str]:
@@ -293,6 +342,17 @@ def _leaves(value: Any) -> list[str]:
     if isinstance(value, list):
         return [leaf for each in value for leaf in _leaves(each)]
     return [value if isinstance(value, str) else json.dumps(value)]
+
+
+def _find_early_stop(text: str, turn: Span, stops: tuple[str, ...], message: Message) -> int | None:
+    """The end of a stop token that a template writes among what a message says, at which generation is over.
+
+    The template of DeepSeek-R1's distills writes what a message says beside its calls there, with another header. None:
+    there is none, or the message says it itself.
+    """
+    said = json.dumps(message, ensure_ascii=False, default=str)
+    places = [text.find(stop, *turn) + len(stop) for stop in stops if stop not in said and stop in text[slice(*turn)]]
+    return min(places, default=None)
 
 
 def _find_stop(text: str, words_end: int, end: int, stops: tuple[str, ...]) -> tuple[str, int]:
