@@ -209,8 +209,13 @@ def _is_before_calls(marker: str, template: str, tokenizer: PreTrainedTokenizerB
         raise
     except Exception:  # of any type; it knows no calls
         return False
-    written = [trace.text[start:end] for start, end in trace.parts.get(len(messages) - 1, [])]
-    return any(marker in piece.partition(WORD)[0] for piece in written if WORD in piece)
+    number = len(messages) - 1
+    for part in trace.parts.get(number, []):
+        start = _find_start(conversation, trace.text, number, part)
+        before, call, _ = trace.text[start : part[1]].partition(WORD)
+        if call and marker in before:
+            return True
+    return False
 
 
 def _replay(conversation: Conversation, text: str, trace: Trace | None, number: int) -> Turn | None:
