@@ -36,6 +36,26 @@ MORE = {
 }
 # At Adam's own 1e-8 an element whose gradient is 1e-9 by chance moves by what rounding makes of it, up to a whole step.
 EPS = 1e-6
+GLM_V: dict[str, object] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+}
+# What the defaults of a class leave open, or state for no model: values of published configs, of the text part.
+OPEN: dict[str, dict[str, object]] = {
+    "glm4v": GLM_V,
+    "glm4v_moe": GLM_V,
+    "glm46v": GLM_V,
+    "glm_ocr": GLM_V,
+    "glmga": GLM_V,
+    "ernie4_5_vl_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]}},
+    "dots1": {
+        **{"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
+    "hunyuan_vl": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
 TOKENS = ("vocab_size", "vocab_size_per_layer_input", "pad_token_id", "bos_token_id", "eos_token_id")
 # Sizes of towers for images and sound, which no text goes through, by parts of the names that configs give them.
 LAYERS = ("depth", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -59,9 +79,14 @@ def make_config(family: str) -> PretrainedConfig:
         return AutoConfig.for_model(family, **SHAPE | known[family], initializer_range=0.1)
     whole = CONFIG_MAPPING[family]()
     text_config = whole.get_text_config()
-    if text_config is whole or type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text_config.update(OPEN.get(family, {}))
+    if text_config is whole or (_is_causal(whole) and _is_causal(text_config)):
         return _small_text(text_config)
     return _small_multimodal(whole, text_config)
+
+
+def _is_causal(config: PretrainedConfig) -> bool:
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _small_text(config: PretrainedConfig) -> PretrainedConfig:
@@ -83,7 +108,7 @@ def _small_multimodal(whole: PretrainedConfig, text_config: PretrainedConfig) ->
             setattr(small, key, _small_text(part))
         else:
             getattr(small, key).update(_small_tower(part.to_dict()))
-    small.tie_word_embeddings = False
+    small.tie_word_embeddings = small.get_text_config().tie_word_embeddings = False
     return small
 
 

@@ -48,7 +48,7 @@ Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 MULTIMODAL = ("gemma3", "mistral3")  # these have a text decoder, `language_model`, beside towers for images
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 OWN_LINEARS = ("FalconLinear",)  # classes of linear layers that stock transformers leaves as they are
-ROUTERS = ("gate", "router", "classifier")
+ROUTERS = ("gate", "router", "classifier", "wg")
 FORMER_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # PEFT takes layers of these names for experts
 
 

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from tests.helpers.checkpoints import SHAPE, quantize_checkpoint, write_checkpoint
 from tests.helpers.experts import EXPERTS, build, num_quantized
 from torch import nn
-from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
+from transformers import CONFIG_MAPPING, AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.build import LARGE, BuildSettings, MetaModel, _NothingOnMeta, build_model
-from qlora_fsdp.model.find import find_model
+from qlora_fsdp.model.find import ModelFiles, find_model
 
 CLASSIFIER = TaskConfig(name=TaskName.sequence_classification, labels=["no", "maybe", "yes"])
 CASES = {"full": TaskConfig(), "quantized": TaskConfig(), "classifier": CLASSIFIER}
@@ -72,6 +73,27 @@ def test_files_of_llama4_with_its_towers_fill_the_text_part(tmp_path: Path):
     meta = build(tmp_path, QuantConfig())
     note = "only the text part of Llama4ForCausalLM is used: multi_modal_projector, vision_model left out"
     assert meta.notes == [note] and num_quantized(meta) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("blip-2", "its forward wants pixel_values beside tokens"),
+        ("florence2", "it is an encoder with a decoder, which writes about what the encoder has read"),
+    ],
+)
+def test_a_class_that_can_not_learn_from_text_alone(family: str, reason: str):
+    files = ModelFiles(None, CONFIG_MAPPING[family]())
+    with pytest.raises(CheckpointError, match=f"can't be trained on text alone: {reason}. Set model.path"):
+        build_model(files, BuildSettings(QuantConfig(), torch.float32, "eager"))
+
+
+def test_a_model_of_images_alone():
+    files = ModelFiles(None, CONFIG_MAPPING["vit"]())
+    with pytest.raises(CheckpointError) as told:
+        build_model(files, BuildSettings(QuantConfig(), torch.float32, "eager"))
+    assert str(told.value).startswith("model.path=vit can't be built as AutoModelForCausalLM: Unrecognized")
+    assert str(told.value).endswith(". Set model.path to another model, or task.")
 
 
 def test_large_zeros_are_made_on_meta():

@@ -9,6 +9,7 @@ In a memory plan one of several transformer layers that are alike stands for the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -222,15 +223,40 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     except Exception as error:  # no such class or attention; or a config whose values contradict the class's code
         reason = str(error).partition(".\n")[0]
         reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
+        is_about_attention = "attention" in reason.lower() or "attn" in reason.lower()
+        fix = "model.attn_implementation=eager" if is_about_attention else "model.path to another model, or task"
         raise CheckpointError(
-            f"model.path={files.folder or config.model_type} can't be built as {auto_class.__name__}: {reason}. Set "
-            "model.path to another model, task, or model.attn_implementation=eager."
+            f"model.path={files.folder or config.model_type} can't be built as {auto_class.__name__}: {reason}. "
+            f"Set {fix}."
         ) from error
+    if settings.task.is_causal:
+        _check_learns_from_text(model)
     model.config.use_cache = False
     if hasattr(model.config, "rescale_every"):  # RWKV halves some weights in evaluation, but neither codes nor adapters
         model.config.rescale_every = 0
     compute_chosen_experts(model)
     return model
+
+
+def _check_learns_from_text(model: PreTrainedModel) -> None:
+    """Refuse a class that can't predict tokens from the tokens before them alone.
+
+    Raises:
+        CheckpointError: it wants an image or sound beside tokens, or reads with an encoder what it answers.
+    """
+    arguments = inspect.signature(type(model).forward).parameters.values()
+    named = [each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    wanted = [each.name for each in named if each.default is each.empty and each.name not in ("self", "input_ids")]
+    reason = None
+    if wanted:
+        reason = f"its forward wants {' and '.join(wanted)} beside tokens"
+    elif model.config.is_encoder_decoder:
+        reason = "it is an encoder with a decoder, which writes about what the encoder has read"
+    if reason is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} can't be trained on text alone: {reason}. Set model.path to a model whose decoder "
+            "reads text."
+        )
 
 
 class _NothingOnMeta(TorchFunctionMode):

@@ -19,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,7 @@ class RowTrial:
                 self.wants_one_sequence = wants_one_sequence(self.model)
                 with plain_functions(self.model):
                     self.alone = compute_alone(self.model, self.rows, linears, use_cache=False)
+                self._check_tokens()
                 self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
                 raise_shortage(error)
@@ -218,6 +220,11 @@ class RowTrial:
         model.to(self.device)  # type: ignore[arg-type]
         model.train()
         return model
+
+    def _check_tokens(self) -> None:
+        for row, logits in zip(self.rows, self.alone.logits, strict=True):
+            if len(logits) != len(row):
+                raise ValueError(f"of {len(row)} tokens it gives logits for {len(logits)}")
 
     def _check_size(self) -> None:
         with on_meta():
@@ -348,8 +355,11 @@ def _are_apart(found: Tensor, expected: Tensor) -> bool:
 def import_model_file(config: PretrainedConfig) -> None:
     """Import the files that have the classes of the model and of its text part, as far as they are transformers'."""
     for part in (config, config.get_text_config()):
-        if type(part).__module__.startswith(MODELS):
-            import_module(type(part).__module__.replace("configuration_", "modeling_"))
+        if not type(part).__module__.startswith(MODELS):
+            continue
+        name = type(part).__module__.replace("configuration_", "modeling_")
+        if find_spec(name) is not None:  # else its classes are another model's
+            import_module(name)
 
 
 @contextmanager
