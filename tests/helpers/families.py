@@ -39,6 +39,9 @@ EPS = 1e-6
 GLM_V: dict[str, object] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
 }
+QWEN_VL: dict[str, object] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+}
 # What the defaults of a class leave open, or state for no model: values of published configs, of the text part.
 OPEN: dict[str, dict[str, object]] = {
     "glm4v": GLM_V,
@@ -46,6 +49,10 @@ OPEN: dict[str, dict[str, object]] = {
     "glm46v": GLM_V,
     "glm_ocr": GLM_V,
     "glmga": GLM_V,
+    "qwen2_vl": QWEN_VL,
+    "qwen2_5_vl": QWEN_VL,
+    "qwen2_5_omni_thinker": QWEN_VL,
+    "ministral": {"head_dim": 128},
     "ernie4_5_vl_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]}},
     "dots1": {
         **{"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
@@ -131,6 +138,10 @@ def _small_tower(values: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = min(value, 64)
         elif key == "vocab_size":
             small[key] = min(value, SHAPE["vocab_size"])
+    depths = {value for key, value in values.items() if key in LAYERS}
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) in depths:  # an entry for each layer
+            small[key] = value[:1]
     for key, value in values.items():  # layers of the tower whose outputs the text gets
         is_list = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
         if is_list and key.endswith(("indexes", "indices")):

@@ -276,6 +276,14 @@ class _NothingOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class LeftOut(nn.Identity):
+    """Stands where a tower was that no text goes through."""
+
+    def forward(self, input: Any) -> Any:
+        """Fails, because a tower that text does go through must not be left out."""
+        raise RuntimeError("a part of the model was left out that the model computes text with")
+
+
 def drop_towers(model: PreTrainedModel) -> list[str]:
     """Take the towers for images and sound out of a multimodal model, so that only its text decoder is adapted.
 
@@ -289,10 +297,28 @@ def drop_towers(model: PreTrainedModel) -> list[str]:
         parent = model.get_submodule(parent_name)
         others = [child for child, module in parent.named_children() if module is not decoder]
         for child in others:
-            setattr(parent, child, nn.Identity())
+            setattr(parent, child, LeftOut())
         names = [f"{parent_name}.{child}" for child in others]
+    for name in _other_towers(model):
+        model.set_submodule(name, LeftOut())
+        names.append(name)
     model.tie_weights()  # weights that were tied while the model was made lost their tie when they moved to meta
     return names
+
+
+def _other_towers(model: PreTrainedModel) -> list[str]:
+    """Models within the model that have a config of their own, beside that of the whole and that of its text."""
+    of_text = {id(model.config), id(model.config.get_text_config())}
+    kinds = {type(model.config), type(model.config.get_text_config())}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel) or module is model or name.startswith(tuple(f"{n}." for n in found)):
+            continue
+        is_of_text = id(module.config) in of_text or type(module.config) in kinds
+        has_text = any(part is model.get_input_embeddings() for part in module.modules())
+        if not is_of_text and not has_text:
+            found.append(name)
+    return found
 
 
 def _tensors_of(

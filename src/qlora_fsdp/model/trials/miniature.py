@@ -64,10 +64,14 @@ _WIDTHS = {**dict.fromkeys(("hidden_size", "n_embd", "d_model"), HIDDEN), **dict
 # Numbers of tokens from which on something changes. Those that no sequence reaches stay.
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
-_EXPANSIONS = (("mamba_n_heads", "mamba_expand"), ("mamba_num_heads", "expand"))  # heads of a width of their own
+# heads of a width of their own
+_EXPANSIONS = (("mamba_n_heads", "mamba_expand"), ("mamba_num_heads", "expand"), ("num_heads", "expand"))
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")  # parts of the names of what draws random numbers in training
 # What a config derives from its other values, or says of its files.
-_DROPPED = ("quantization_config", "dtype", "qk_head_dim", "transformers_version", "id2label", "label2id")
+_DROPPED = (
+    *("quantization_config", "dtype", "transformers_version", "id2label", "label2id"),
+    *("qk_head_dim", "mamba_headdim", "attention_hidden_size", "attention_head_dim", "kv_channels"),
+)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NUM_FIRST = ("first_k_dense_replace", "num_dense_layers")  # layers at the beginning that are of another kind
 _NUM_LAST = ("num_kv_shared_layers",)  # and at the end
@@ -158,6 +162,17 @@ def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(key), Mapping):
             small[key] = _shrink_rope(values[key], small.get("head_dim") or HEAD_DIM)
+    _fit_rotated_share(small, values)
+
+
+def _fit_rotated_share(small: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set the share of a head that is rotated, where a config states it beside the two parts of the head."""
+    rope = values.get("rope_parameters")
+    rotated, size = values.get("qk_rope_head_dim"), values.get("head_dim")
+    if not isinstance(rope, Mapping) or not rotated or not size:
+        return
+    if rope.get("partial_rotary_factor") == rotated / size:
+        small["rope_parameters"]["partial_rotary_factor"] = small["qk_rope_head_dim"] / small["head_dim"]
 
 
 def _fit_recurrent(small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:

@@ -237,7 +237,7 @@ class RowTrial:
         """A small model. That of a multimodal class has no towers, and its parameters are on meta."""
         config = deepcopy(config or self.small)
         auto_class = auto_class or language_model_class(config)
-        has_towers = config.get_text_config() is not config
+        has_towers = any(isinstance(part, PretrainedConfig) for part in vars(config).values())
         with on_meta() if has_towers else nullcontext():
             model: PreTrainedModel = auto_class.from_config(
                 config,
