@@ -96,6 +96,16 @@ def test_a_model_of_images_alone():
     assert str(told.value).endswith(". Set model.path to another model, or task.")
 
 
+def test_a_tower_that_lies_within_the_text_model():
+    """GIT's image encoder has a config of its own."""
+    files = ModelFiles(None, CONFIG_MAPPING["git"]())
+    meta = build_model(files, BuildSettings(QuantConfig(load_in_4bit=False), torch.float32, "eager"))
+    assert not any("vision" in name for name, _ in meta.model.named_parameters())
+    assert any("git.image_encoder left out" in note for note in meta.notes)
+    with pytest.raises(RuntimeError, match="left out"):
+        meta.model.get_submodule("git.image_encoder")(torch.zeros(1))
+
+
 def test_large_zeros_are_made_on_meta():
     with _NothingOnMeta():
         assert torch.zeros(LARGE).is_meta and torch.zeros((2, LARGE)).is_meta
