@@ -20,20 +20,12 @@ class _SweepLauncher(Launcher):
     """Starts the jobs of a sweep, in the batches that the sweeper gives.
 
     Every Hydra program scans this module when it starts, so that the imports wait until a job is to be started.
-
-    Args:
-        config_file: the file of `--config`, which every job reads too.
-        picked: the groups of which that file picks an option.
     """
-
-    def __init__(self, config_file: str | None, picked: Sequence[str]) -> None:
-        self._config_file = config_file
-        self._picked = picked
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from qlora_fsdp.launch.sweep import Sweep
 
-        self._sweep = Sweep(hydra_context.config_loader, config, self._config_file, self._picked)
+        self._sweep = Sweep(config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         return self._sweep.launch(job_overrides, self._start)
@@ -61,9 +53,5 @@ class SlurmLauncher(_SweepLauncher):
 
 
 for _name, _launcher in (("accelerate", AccelerateLauncher), ("slurm", SlurmLauncher)):
-    _node: dict[str, object] = {
-        "_target_": f"hydra_plugins.qlora_fsdp_launchers.{_launcher.__name__}",
-        "config_file": None,
-        "picked": [],
-    }
+    _node = {"_target_": f"hydra_plugins.qlora_fsdp_launchers.{_launcher.__name__}"}
     ConfigStore.instance().store(group="hydra/launcher", name=_name, node=_node, provider="qlora_fsdp")

@@ -45,8 +45,7 @@ def composing_quickly() -> Iterator[None]:
         yield
 
 
-def _compose(options: Sequence[str], folders: Sequence[Path], given: Sections) -> DictConfig:
-    stand_ins = compose.stand_ins.get()
+def _compose(options: Sequence[str], folders: Sequence[Path], given: Sections, stand_ins: Sections) -> DictConfig:
     return pickle.loads(_compose_files(tuple(options), tuple(folders), json.dumps(given), json.dumps(stand_ins)))
 
 
@@ -55,11 +54,11 @@ def _compose_files(overrides: tuple[str, ...], folders: tuple[Path, ...], given:
     """The pickled `DictConfig`; other processes share what is of this project's files alone, as these don't change."""
     shared = os.environ.get(COMPOSED)
     if shared is None or folders != (conf_folder(),):
-        return pickle.dumps(_compose_all(list(overrides), folders, json.loads(given)))
+        return pickle.dumps(_compose_all(overrides, folders, json.loads(given), json.loads(stand_ins)))
     file = Path(shared) / sha256(repr((overrides, given, stand_ins)).encode()).hexdigest()
     with suppress(FileNotFoundError):
         return file.read_bytes()
-    made = pickle.dumps(_compose_all(list(overrides), folders, json.loads(given)))
+    made = pickle.dumps(_compose_all(overrides, folders, json.loads(given), json.loads(stand_ins)))
     own = file.with_name(f"{file.name}.{os.getpid()}")
     own.write_bytes(made)
     own.replace(file)

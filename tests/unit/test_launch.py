@@ -114,10 +114,12 @@ def test_a_disk_that_fills_up_ends_no_job_that_runs(
     assert "started" not in captured.out and "can't be written: No space left on device. Free space" in captured.err
 
 
-def test_words_are_quoted_only_where_hydra_would_read_something_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *BASE, "run.name=1.10,true,text-1", "launch.dry_run=true"]) == 0
-    names = re.findall(r" (\S*run.name=\S+) ", capsys.readouterr().out)
-    assert [shlex.split(name)[0] for name in names] == ["run.name='1.10'", "run.name='true'", "run.name=text-1"]
+def test_a_job_is_started_with_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *BASE, "run.name=1.10,true,text-1,'a,b'", "launch.dry_run=true"]) == 0
+    words = re.findall(r" (\S*run.name=\S+) ", capsys.readouterr().out)
+    names = [shlex.split(word)[0] for word in words]
+    assert names == ["run.name=1.10", "run.name=true", "run.name=text-1", "run.name='a,b'"]
+    assert [load_config([name]).run.name for name in names] == ["1.10", "true", "text-1", "a,b"]
 
 
 def test_of_a_setting_that_is_typed_twice_the_later_values_are_swept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,8 +19,9 @@ from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.reading.command_line import Arguments
 from qlora_fsdp.config.reading.compose import composing, read_given
-from qlora_fsdp.config.reading.overrides import chosen_groups, quote, read_overrides, read_sweep
+from qlora_fsdp.config.reading.overrides import SweepOverrides, chosen_groups, read_overrides, read_sweep
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.launch.sweep import Typed, typed_for_all
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
@@ -49,17 +48,20 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
             "accelerate's launcher for every job (docs/sweeps.md)."
         )
     given = read_given(arguments)
-    chosen = read_overrides(given.options, arguments.folders)
-    overrides, problems = read_sweep(arguments.overrides, arguments.folders, arguments.multirun)
-    refuse([*chosen.problems, *problems, *_wrong_launcher(arguments.overrides)])
-    refuse(_empty_ranges(overrides))
-    with composing(arguments.folders, given.values) as search_path:
+    sweep = SweepOverrides(list(arguments.overrides))
+    if arguments.multirun:
+        sweep = read_sweep(arguments.overrides, arguments.folders)
+    typed = read_overrides([*given.options, *sweep.of_all_jobs], arguments.folders)
+    refuse([*typed.problems, *sweep.problems, *_wrong_launcher(arguments.overrides)])
+    options = [word for folder in arguments.folders[1:] for word in ("--config-dir", str(folder))]
+    if arguments.config_file is not None:
+        options += ["--config", str(arguments.config_file)]
+    picked = chosen_groups([*typed.options, *sweep.of_all_jobs])
+    typed_for_all.set(Typed(tuple(options), tuple(sweep.of_all_jobs), frozenset(picked)))
+    with composing(arguments.folders, OmegaConf.merge(given.values, typed.values)) as search_path:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        overrides = [*chosen.options, *overrides, search_path]
-        if arguments.config_file is not None:  # the jobs read it too
-            overrides.append(f"hydra.launcher.config_file={quote(str(arguments.config_file))}")
-            overrides.append(f"hydra.launcher.picked=[{','.join(sorted(chosen_groups(given.options)))}]")
+        overrides = [*typed.options, *sweep.swept.values(), search_path]
         config = hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
         _refuse_code(config.hydra, arguments.overrides)
         folder = Path(config.hydra.sweep.dir).expanduser().resolve()
@@ -145,13 +147,3 @@ def _wrong_launcher(overrides: Sequence[str]) -> list[Problem]:
     launchers = [text for text in overrides if text.startswith("hydra/launcher=")]
     fix = "Set hydra/launcher=accelerate or hydra/launcher=slurm."
     return [Problem(text, "can't start this.", fix) for text in launchers if text not in LAUNCHERS]
-
-
-def _empty_ranges(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Ranges that end before they begin, of which Hydra would make a sweep without jobs, without a word."""
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        value = override.value()
-        if isinstance(value, RangeSweep) and not list(value.range()):
-            key = override.key_or_group
-            fix = f"Write a stop beyond the start, as in {key}=range(0,5): the stop is not one of the values."
-            yield Problem(f"{key}={override.get_value_string()}", "has no value.", fix)

@@ -10,26 +10,26 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.files import disk_reason
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.checks.check_settings import check_split
 from qlora_fsdp.config.identity import find_changes, plain_settings, read_settings
-from qlora_fsdp.config.reading.compose import FOLDER_SCHEME, read_composed
-from qlora_fsdp.config.reading.overrides import quote
+from qlora_fsdp.config.reading.command_line import parse_arguments
+from qlora_fsdp.config.reading.compose import read_arguments
+from qlora_fsdp.config.reading.overrides import quote, show_typed, split_override
 from qlora_fsdp.config.schema import Config, Run
 from qlora_fsdp.config.settings import all_settings, problem_about, show
 from qlora_fsdp.config.world import World
@@ -76,45 +76,50 @@ class Job:
         return not self.config.run.overwrite and self.state.status == "finished"
 
 
-def collect_jobs(
-    compose: Callable[[list[str]], DictConfig],
-    batch: Sequence[Sequence[str]],
-    typed: Sequence[str],
-    folder: Path,
-    options: Sequence[str],
-    picked: Collection[str],
-) -> list[Job]:
+@dataclass(frozen=True)
+class Typed:
+    """What is typed for all jobs of a sweep.
+
+    Attributes:
+        options: options of the command line, e.g. `--config-dir`.
+        overrides: settings and options of groups, as they are typed.
+        picked: the groups and settings of these, and the groups of which a file among the options picks an option.
+    """
+
+    options: tuple[str, ...]
+    overrides: tuple[str, ...]
+    picked: frozenset[str]
+
+
+# Hydra makes the launcher, and a word that it is given would be read as Hydra's
+typed_for_all: ContextVar[Typed] = ContextVar("typed_for_all")
+
+
+def collect_jobs(batch: Sequence[Sequence[str]], typed: Typed, folder: Path) -> list[Job]:
     """Returns the jobs that a sweeper asks for, and says of each why it can't run.
 
     Args:
-        compose: makes a configuration of overrides.
         batch: the overrides of each job, as the sweeper gives them.
-        typed: the overrides of the command line, which may have several values.
+        typed: what is typed for all jobs.
         folder: the folder of the sweep. Each job gets a folder in it, or the folder itself if nothing is swept.
-        options: options for every job's command line, e.g. `--config-dir`.
-        picked: the groups of which a file among the options picks an option, so that nobody need type it.
     """
-    parser = OverridesParser.create()
-    last = {_key(override): override for override in parser.parse_overrides(list(typed))}  # of a setting typed twice
-    fixed = {key for key, override in last.items() if not override.is_sweep_override()}
     jobs = []
     for texts in batch:
-        overrides = parser.parse_overrides(list(texts))
-        swept = {_key(override): _value(override) for override in overrides if _key(override) not in fixed}
-        own = folder / job_name(swept) if swept else folder
-        not_passed_on = {"run.folder", *picked}
-        arguments = [
-            f"{_key(override)}={override.get_value_element_as_str()}"
-            for override in overrides
-            if not _is_of_launch(_key(override)) and _key(override) not in not_passed_on
-        ]
-        config, mistakes = read_composed(partial(_compose_job, compose, texts, own), find_start)
+        overrides = OverridesParser.create().parse_overrides(list(texts))
+        own = {_key(override): _as_typed(override) for override in overrides if _key(override) not in typed.picked}
+        swept = {key: show_typed(key, text) for key, text in own.items()}
+        job_folder = folder / job_name(swept) if swept else folder
+        words = [*typed.overrides, *(f"{key}={text}" for key, text in own.items())]
+        words.append(_write("run.folder", str(job_folder)))
+        arguments = parse_arguments(["--multirun", *typed.options, *words])
+        config, unusable, mistakes = read_arguments(arguments, find_start)
+        of_run = [word for word in words if not _is_of_launch(word)]
         if swept and "run.name" not in swept:  # in W&B each job needs a name of its own
-            arguments = [text for text in arguments if not text.startswith("run.name=")]
-            arguments.append(_as_typed("run.name", f"{config.run.name}__{own.name}"))
-        job = Job(swept, config, [*options, *arguments, _as_typed("run.folder", str(own))], own)
-        problems = [*_swept_folder(swept), *(mistakes or _check(job))]
-        jobs.append(replace(job, problems=tuple(problems)))
+            of_run.append(_write("run.name", f"{config.run.name}__{job_folder.name}"))
+        last = {split_override(word)[0]: word for word in of_run}
+        job = Job(swept, config, [*typed.options, *last.values()], job_folder)
+        problems = [*_swept_folder(swept), *unusable, *mistakes]
+        jobs.append(replace(job, problems=tuple(problems or _check(job))))
     return jobs
 
 
@@ -122,14 +127,6 @@ def _swept_folder(swept: dict[str, str]) -> Iterator[Problem]:
     if "run.folder" in swept:
         fix = "Give one folder for the sweep; every job gets one of its own in it."
         yield Problem(f"run.folder={swept['run.folder']}", "is swept over.", fix)
-
-
-def _compose_job(compose: Callable[[list[str]], DictConfig], texts: Sequence[str], folder: Path) -> DictConfig:
-    """The plain values of a job's settings."""
-    composed = compose([*texts, f"++run.folder={quote(str(folder))}"])
-    with open_dict(composed):
-        del composed["hydra"]
-    return composed
 
 
 def job_name(swept: dict[str, str]) -> str:
@@ -175,19 +172,20 @@ def _key(override: Override) -> str:
     return str(override.key_or_group)
 
 
-def _value(override: Override) -> str:
+def _as_typed(override: Override) -> str:
     value: Any = override.value()
     return value if isinstance(value, str) else str(override.get_value_element_as_str())
 
 
-def _as_typed(key: str, text: str) -> str:
+def _write(key: str, text: str) -> str:
     is_plain = re.fullmatch(r"[\w./+:@=-]+", text, flags=re.ASCII)
     return f"{key}={text if is_plain else quote(text)}"
 
 
-def _is_of_launch(key: str) -> bool:
+def _is_of_launch(word: str) -> bool:
     """Whether a setting, or an option of a group, says how jobs are started."""
     starting = {setting.section for setting in all_settings().values() if setting.facets.run is Run.start}
+    key, _ = split_override(word)
     return key.partition(".")[0].partition("/")[0] in {*starting, "hydra"}
 
 
@@ -195,28 +193,16 @@ class Sweep:
     """Everything that all jobs of a sweep share.
 
     Args:
-        config_loader: Hydra's loader, which composes the configuration of each job.
         config: the configuration of the sweep, with its section `hydra`.
-        config_file: the file of `--config`, if there is one.
-        picked: the groups of which that file picks an option.
 
     Attributes:
         folder: the absolute path of the sweep's folder.
         waits: whether the sweeper needs a job's result before it asks for the next job.
     """
 
-    def __init__(
-        self, config_loader: ConfigLoader, config: DictConfig, config_file: str | None, picked: Sequence[str]
-    ) -> None:
+    def __init__(self, config: DictConfig) -> None:
         self.folder = Path(config.hydra.sweep.dir).expanduser().resolve()
         self.waits = not config.hydra.sweeper._target_.endswith(".BasicSweeper")
-        self._compose = partial(config_loader.load_sweep_config, config)
-        self._typed = list(config.hydra.overrides.task)
-        folders = [path.removeprefix(FOLDER_SCHEME) for path in config.hydra.searchpath]
-        self._options = [part for folder in folders for part in ("--config-dir", folder)]
-        if config_file is not None:
-            self._options += ["--config", config_file]
-        self._picked = frozenset(picked)
         self._jobs: dict[Path, Job] = {}
 
     def launch(self, batch: Sequence[Sequence[str]], start: Start) -> list[JobReturn]:
@@ -232,7 +218,7 @@ class Sweep:
             RunFolderError: the folder of the sweep can't be written, and no job of the batch was started.
             Interrupted: by a signal, after which the running jobs have saved and ended.
         """
-        jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options, self._picked)
+        jobs = collect_jobs(batch, typed_for_all.get(), self.folder)
         refused = [job for job in jobs if job.problems]
         if not self._jobs:
             refuse(dict.fromkeys(problem for job in refused for problem in job.problems))  # most are the same for all

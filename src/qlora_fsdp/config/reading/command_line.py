@@ -159,74 +159,32 @@ OF_HYDRA = {
 }
 
 
+# A setting and its value with spaces beside the equals sign, in words that NUL divides: `lr = 1e-4`.
+_SPACED = re.compile(r"(?:^|\0)([\w.]+)(?:\0=\0?|=\0)(?!-\D)([^\0=]+)(?=\0|$)")
+
+
 def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Problem]:
     """Yields a problem for each word that looks like a setting and is not written as one."""
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word in WITH_VALUE:
-            words[:1] = []
+    for spaced in _SPACED.finditer("\0".join(argv)):
+        typed = spaced[0].strip("\0").replace("\0", " ")
+        reason = "has spaces around the equals sign, which make it several words."
+        yield Problem(typed, reason, f"Write {spaced[1]}={spaced[2]}.")
+    for before, word, behind in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        is_option = word in FLAGS or word.partition("=")[0] in WITH_VALUE or before in WITH_VALUE
+        if is_option or re.match(r"--?[A-Za-z]", word) is None:
             continue
-        if word in FLAGS or word.partition("=")[0] in WITH_VALUE:
+        typed = word
+        if not equals and behind and "=" not in behind and not re.match(r"-\D", behind):
+            typed = f"{word} {behind}"
+            value = behind
+        if name in OF_HYDRA:
+            yield Problem(typed, "is no option here.", f"Write {OF_HYDRA[name]}.")
             continue
-        if word.startswith("-"):
-            yield _with_dashes(word, words, groups)
-            continue
-        spaced = _take_spaced(word, words)
-        if spaced:
-            reason = "has spaces around the equals sign, which make it several words."
-            yield Problem(" ".join(spaced), reason, f"Write {''.join(spaced)}.")
-        else:
-            yield from _find_no_value(word)
-
-
-def _find_no_value(word: str) -> Iterator[Problem]:
-    """The problem with `lora.r=`, or with `lora.r` alone."""
-    if re.fullmatch(r"\+*[\w.]+=", word):
-        key = word.lstrip("+")[:-1]
-        yield Problem(word, "has no value.", f"Write {key}=VALUE, or leave it out.", setting=key)
-    elif word in all_settings():
-        yield Problem(word, "has no value.", f"Write {word}=VALUE.", setting=word)
-
-
-def _take_spaced(word: str, words: list[str]) -> list[str]:
-    """The words of `key = value`, `key= value` or `key =value`, which are taken out of `words`; else empty."""
-    following = words[0] if words else ""
-    has_equals = "=" in word
-    is_cut_before = not has_equals and re.match(r"=.", following)
-    ends_with_equals = re.fullmatch(r"[\w.]+=", word)
-    is_cut_behind = ends_with_equals and following and not re.match(r"-|[\w./]+=", following)
-    if not has_equals and following == "=":
-        taken = 2 if len(words) > 1 else 1
-    elif is_cut_before or is_cut_behind:
-        taken = 1
-    else:
-        return []
-    spaced = [word, *words[:taken]]
-    del words[:taken]
-    return spaced
-
-
-def _with_dashes(word: str, words: list[str], groups: Collection[str]) -> Problem:
-    """`--model tiny`, `--lr=1e-4` or `-model=tiny`, whose value is taken out of `words`."""
-    typed = word
-    name, equals, value = word.lstrip("-").partition("=")
-    if not equals and _starts_with_value(words):
-        value = words.pop(0)
-        typed += f" {value}"
-    name = name.replace("-", "_")
-    if name in OF_HYDRA:
-        return Problem(typed, "is no option here.", f"Write {OF_HYDRA[name]}.")
-    known = nearest_settings(name)
-    if name in groups or name in all_settings():
-        known = [name]
-    shown = value or "VALUE"
-    fix = f"Write {name}={shown} if that is a setting; --help lists the options."
-    if known:
-        fix = f"Write {' or '.join(f'{key}={shown}' for key in known)}."
-    return Problem(typed, "is no option: settings are written without dashes and with an equals sign.", fix)
-
-
-def _starts_with_value(words: Sequence[str]) -> bool:
-    """Whether the next word is a value, maybe a negative number, and no setting or option."""
-    return len(words) > 0 and "=" not in words[0] and not re.match(r"-\D", words[0])
+        known = [name] if name in groups or name in all_settings() else nearest_settings(name)
+        shown = value or "VALUE"
+        fix = f"Write {name}={shown} if that is a setting; --help lists the options."
+        if known:
+            fix = f"Write {' or '.join(f'{key}={shown}' for key in known)}."
+        yield Problem(typed, "is no option: settings are written without dashes and with an equals sign.", fix)

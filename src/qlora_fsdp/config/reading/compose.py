@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -54,9 +54,6 @@ from qlora_fsdp.config.written import find_unresolvable, note_written
 # Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
 FOLDER_SCHEME = "settings://"
 
-# What stands in the place of the schema's defaults while settings are composed: those of an adapter (`lora.start`).
-stand_ins: ContextVar[Sections | None] = ContextVar("stand_ins", default=None)
-
 
 def load_config(
     argv: Sequence[str],
@@ -88,11 +85,8 @@ def load_config(
     if arguments.help:
         print_and_exit(help_text(arguments.folders))
 
-    given = read_given(arguments, beneath)
-    typed = read_overrides([*given.options, *arguments.overrides], arguments.folders)
-    unusable = [*typed.problems, *_without_effect(arguments, launches)]
-    compose_all = partial(_compose, typed, arguments.folders, given.values)
-    config, mistakes = read_composed(compose_all, find_start)
+    config, unusable, mistakes = read_arguments(arguments, find_start, beneath)
+    unusable += _without_effect(arguments, launches)
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -146,34 +140,36 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
     return FileSettings(options, values)
 
 
-def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) -> tuple[Config, list[Problem]]:
-    """Composes the plain values and checks them as `read_config` does, and against the adapter that a run starts from.
+def read_arguments(
+    arguments: Arguments, find_start: FindStart, beneath: Sequence[Sections] = ()
+) -> tuple[Config, list[Problem], list[Problem]]:
+    """Composes a command line's settings and checks them as `read_config` does, and against `lora.start`'s adapter.
 
     With `lora.start` they are composed twice: what the adapter's settings change then is what nobody has written.
+
+    Returns:
+        The typed configuration, the problems with words that can't be used, and those with values.
 
     Raises:
         ConfigError, AdapterError: an interpolation can't be resolved, or an adapter can't be read.
     """
-    config, mistakes = read_config(compose_all())
+    given = read_given(arguments, beneath)
+    typed = read_overrides([*given.options, *arguments.overrides], arguments.folders)
+    compose_all = partial(_compose, typed, arguments.folders, given.values)
+    config, mistakes = read_config(compose_all({}))
     if config.lora.start is None:
-        return config, mistakes
+        return config, typed.problems, mistakes
     folder = find_start(config)
     problems = start_problems(config.lora.start, folder)
     if problems:
-        return config, [*mistakes, *problems]
+        return config, typed.problems, [*mistakes, *problems]
     start = read_start(folder)
-    token = stand_ins.set(start.defaults(config.model))
-    try:
-        register_defaults()
-        config, mistakes = read_config(compose_all())
-    finally:
-        stand_ins.reset(token)
-        register_defaults()
+    config, mistakes = read_config(compose_all(start.defaults(config.model)))
     mistaken = {problem.setting for problem in mistakes}
     contradictions = find_contradictions(config.lora, config.model, config.task, start)
     problems = [problem for problem in contradictions if problem.setting not in mistaken]
     settle_targets(config.lora, start)
-    return config, [*mistakes, *problems]
+    return config, typed.problems, [*mistakes, *problems]
 
 
 def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
@@ -235,16 +231,16 @@ def print_and_exit(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _compose(typed: Overrides, folders: Sequence[Path], given: Sections) -> DictConfig:
+def _compose(typed: Overrides, folders: Sequence[Path], given: Sections, stand_ins: Sections) -> DictConfig:
     """The plain values: what Hydra composes of files, with what is typed."""
-    composed = _compose_files(typed.options, folders, given)
+    composed = _compose_files(typed.options, folders, given, stand_ins)
     OmegaConf.set_struct(composed, False)
     composed.merge_with(typed.values)
     return composed
 
 
-def _compose_files(options: list[str], folders: Sequence[Path], given: Sections) -> DictConfig:
-    with composing(folders, given) as search_path:
+def _compose_files(options: Sequence[str], folders: Sequence[Path], given: Sections, stand_ins: Sections) -> DictConfig:
+    with composing(folders, given, stand_ins) as search_path:
         return compose("config", overrides=[*options, search_path])
 
 
@@ -270,17 +266,17 @@ def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def register_schema(given: Sections | None = None) -> None:
-    """Gives Hydra what conf/config.yaml names besides files: the schema's defaults, and values of `read_given`."""
-    register_defaults()
-    ConfigStore.instance().store("given", node=given or {})
+def register_schema(given: Any = None, stand_ins: Sections | None = None) -> None:
+    """Gives Hydra what conf/config.yaml names besides files.
 
-
-def register_defaults() -> None:
-    """Gives Hydra the schema's defaults, with `stand_ins` in the place of some."""
-    instead = stand_ins.get() or {}
+    Args:
+        given: values that win over those of all files, by section and name.
+        stand_ins: values in the place of the schema's defaults: those of an adapter (`lora.start`).
+    """
+    instead = stand_ins or {}
     defaults = {section: {**names, **instead.get(section, {})} for section, names in _defaults().items()}
     ConfigStore.instance().store("schema", node=defaults)
+    ConfigStore.instance().store("given", node=given or {})
 
 
 @cache
@@ -295,17 +291,22 @@ def typed_defaults() -> DictConfig:
 
 
 @contextmanager
-def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
+def composing(folders: Sequence[Path], given: Any, stand_ins: Sections | None = None) -> Iterator[str]:
     """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
+
+    A sweep composes its jobs inside of it.
 
     Args:
         folders: where groups of options are, first the project's own.
-        given: values that win over all options, by section and name.
+        given: as `register_schema` takes it.
+        stand_ins: as `register_schema` takes it.
 
     Raises:
         ConfigError: Hydra stopped; the message is Hydra's.
     """
-    register_schema(given)
+    register_schema(given, stand_ins)
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
     extra = ",".join(quote(f"{FOLDER_SCHEME}{folder}") for folder in folders[1:])
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
@@ -314,6 +315,8 @@ def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
         raise ConfigError([explain_interpolation(error)]) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_explain(error)]) from None
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def _explain(error: Exception) -> Problem:

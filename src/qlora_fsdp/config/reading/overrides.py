@@ -2,7 +2,7 @@
 
 Hydra composes the options of groups, and gets what is typed for itself (`hydra.*`). The values of settings are read
 here, mostly by Hydra's parser, and are merged into what it composes. What its grammar has no form for (`~` or `=` in a
-path, quoted keys of a mapping) is taken as it is typed, or read as YAML. A sweep gives Hydra all overrides.
+path, quoted keys of a mapping) is taken as it is typed, or read as YAML. Of a sweep Hydra gets what has several values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -44,6 +44,7 @@ from qlora_fsdp.config.settings import (
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 # What people call an option of a group, where that is too different to be guessed.
 OPTION_WORDS = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
+_HYDRAS = ("hydra.", "hydra/")  # how its own settings and groups begin
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _VALUE = re.compile(rf"""({_QUOTED}|(?:\[[^\]]*\]|\{{[^}}]*\}}|[^,])*),""")  # of a sweep, with the comma behind it
 
@@ -76,7 +77,7 @@ def read_overrides(texts: Sequence[str], folders: Sequence[Path]) -> Overrides:
         if problem is not None:
             found.problems.append(problem)
             continue
-        key, value = _split(text)
+        key, value = split_override(text)
         if _is_for_hydra(key, folders):
             found.options.append(_with_plus(text, folders))
             continue
@@ -90,48 +91,66 @@ def read_overrides(texts: Sequence[str], folders: Sequence[Path]) -> Overrides:
     return found
 
 
-def read_sweep(texts: Sequence[str], folders: Sequence[Path], is_sweep: bool = True) -> tuple[list[str], list[Problem]]:
-    """Checks overrides that may have several values, and gives them the form in which Hydra makes jobs of them.
+@dataclass
+class SweepOverrides:
+    """What is typed for a sweep.
 
-    Args:
-        texts: overrides as typed, e.g. `lora.r=8,16`.
-        folders: folders with groups of options; the first is the project's own.
-        is_sweep: whether they may have several values; else they are those of one job.
-
-    Returns:
-        The usable overrides for Hydra, and a problem for each of the others.
+    Attributes:
+        of_all_jobs: what has one value, as it is typed.
+        swept: what has several, by setting or group, in the form in which Hydra's sweepers read it.
+        problems: one for each value that can't be used.
     """
-    overrides = []
-    problems = []
-    for text in _write_out(texts, folders, is_sweep):
-        problem = _find_problem(text, folders, is_sweep)
-        if problem is not None:
-            problems.append(problem)
-            continue
-        key, value = _split(text)
+
+    of_all_jobs: list[str] = field(default_factory=list)
+    swept: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_sweep(texts: Sequence[str], folders: Sequence[Path]) -> SweepOverrides:
+    """Divides the overrides of a sweep. Where a key is typed twice, the last one counts.
+
+    A value that is listed comes back from Hydra's sweeper as it was typed. The job reads it, as if typed for it alone.
+    """
+    found = SweepOverrides()
+    for text in _write_out(texts, folders, is_sweep=True):
+        key, value = split_override(text)
+        options = group_options(key, folders)
         parsed = _parse(text)
-        swept = None if parsed is None else parsed.value()
+        swept = parsed.value() if parsed is not None and parsed.is_sweep_override() else None
         if isinstance(swept, Glob):  # Hydra itself does not look into --config-dir for these
-            text = f"{key}={','.join(swept.filter(group_options(key, folders)))}"
-        if _is_for_hydra(key, folders):
-            overrides.append(_with_plus(text, folders))
+            value = ",".join(swept.filter(options))
+        is_function = isinstance(swept, Sweep) and not (isinstance(swept, ChoiceSweep) and swept.simple_form)
+        values = _split_values(value)
+        if key.startswith(_HYDRAS) or (len(values) == 1 and swept is None):
+            found.swept.pop(key, None)
+            found.of_all_jobs.append(text)
             continue
-        is_list = isinstance(swept, ChoiceSweep) and swept.simple_form  # and no function such as range(1,4)
-        is_one_value = parsed is not None and not parsed.is_sweep_override()
-        try:
-            if is_one_value:
-                value = _write_value(read_value(key, value))
-            elif parsed is None or is_list:
-                value = _write_values(key, _split_values(value))
-            overrides.append(f"++{key}={value}")
-        except ValueError as error:
-            problems.append(_unreadable(text, key, error))
-    return overrides, problems
+        # Of these two Hydra would make a sweep without jobs, without a word.
+        if isinstance(swept, Glob) and not value:
+            reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
+            fix = f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."
+            found.problems.append(Problem(text, reason, fix))
+        elif isinstance(swept, RangeSweep) and not list(swept.range()):
+            fix = f"Write a stop beyond the start, as in {key}=range(0,5): the stop is not one of the values."
+            found.problems.append(Problem(text, "has no value.", fix))
+        elif not is_function:
+            for each in values:
+                found.problems += read_overrides([f"{key}={each}"], folders).problems
+            value = ",".join(values if options else map(_as_word, values))
+        found.of_all_jobs = [other for other in found.of_all_jobs if split_override(other)[0] != key]
+        found.swept[key] = _with_plus(f"{key}={value}", folders)
+    return found
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """Returns the key and the value of an override, without the plus signs that Hydra has for new keys."""
+    key, _, value = text.lstrip("+").partition("=")
+    return key, value
 
 
 def chosen_groups(texts: Sequence[str]) -> set[str]:
     """Returns the groups of which overrides pick an option, and the settings that they set: what is left of `=`."""
-    return {_split(text)[0] for text in texts}
+    return {split_override(text)[0] for text in texts}
 
 
 def quote(text: str) -> str:
@@ -181,6 +200,11 @@ def read_value(key: str, text: str) -> Any:
         raise ValueError(getattr(error, "problem", None) or first_line(error)) from None
 
 
+def show_typed(key: str, text: str) -> str:
+    """Returns the value that is typed for a setting as messages and files have it: 0.0001 for `1e-4`."""
+    return show("", read_value(key, text))[1:]
+
+
 def _are_texts(value: Any) -> bool:
     """Whether a value has texts alone. Hydra reads numbers in some."""
     if isinstance(value, list):
@@ -190,33 +214,12 @@ def _are_texts(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _write_value(value: Any) -> str:
-    """A value in the form in which Hydra reads it again."""
-    return str(Override._get_value_element_as_str(_with_quotes(value), space_after_sep=True))
-
-
-def _write_values(key: str, texts: Sequence[str]) -> str:
-    """The values of a sweep in the form in which Hydra reads them again.
-
-    Raises:
-        ValueError: one of several is empty, as in `8, 16` with a space, or can't be read.
-    """
-    if len(texts) > 1 and "" in texts:
-        raise ValueError("a value is empty; between those of a sweep there are commas and no spaces")
-    return ",".join(_write_value(read_value(key, text)) for text in texts)
-
-
-def _with_quotes(value: Any) -> Any:
-    """A value whose texts are quoted where Hydra would read something else."""
-    if isinstance(value, dict):
-        return {key: _with_quotes(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_quotes(item) for item in value]
-    if not isinstance(value, str):
-        return value
+def _as_word(value: str) -> str:
+    """A value in the form in which Hydra hands it on as it is typed."""
     parsed = _parse(f"value={value}")
-    is_plain = parsed is not None and parsed.value() == value and re.fullmatch(r"[\w./-]+", value) is not None
-    return value if is_plain else QuotedString(value, Quote.single)
+    is_word = re.fullmatch(r"[\w./-]+", value) is not None
+    is_kept = is_word and parsed is not None and parsed.get_value_element_as_str() == value
+    return value if is_kept else quote(value)
 
 
 @cache
@@ -232,12 +235,6 @@ def _parse(text: str) -> Override | None:
     return None
 
 
-def _split(text: str) -> tuple[str, str]:
-    """The key and the value of an override, without the plus signs that Hydra has for new keys."""
-    key, _, value = text.lstrip("+").partition("=")
-    return key, value
-
-
 def _split_values(text: str) -> list[str]:
     """The values of a sweep: what stands between commas that are within no quotes and no brackets."""
     return _VALUE.findall(f"{text},")
@@ -246,7 +243,7 @@ def _split_values(text: str) -> list[str]:
 def _write_out(texts: Sequence[str], folders: Sequence[Path], is_sweep: bool = False) -> Iterator[str]:
     """The overrides that each stands for: `data=chats.jsonl` is `data=default` and `data.path=chats.jsonl`."""
     for text in texts:
-        group, value = _split(text)
+        group, value = split_override(text)
         values = _split_values(value) if is_sweep else [value]
         if all(is_path(group, each.strip("'\""), folders) for each in values):
             yield f"{group}={default_options()[group]}"
@@ -257,23 +254,26 @@ def _write_out(texts: Sequence[str], folders: Sequence[Path], is_sweep: bool = F
 
 def _is_for_hydra(key: str, folders: Sequence[Path]) -> bool:
     """Whether it is Hydra's own setting, or a group, or has Hydra's `@` for the package of one."""
-    return key.startswith(("hydra.", "hydra/")) or "@" in key or bool(group_options(key, folders))
+    return key.startswith(_HYDRAS) or "@" in key or bool(group_options(key, folders))
 
 
 def _with_plus(text: str, folders: Sequence[Path]) -> str:
-    """An override in the form that Hydra needs, which wants a plus sign for groups that its defaults do not name."""
-    key, value = _split(text)
-    if key.startswith(("hydra.", "hydra/")):
+    """An override in the form that Hydra needs: with plus signs for settings, and groups that its defaults lack."""
+    key, value = split_override(text)
+    if key.startswith(_HYDRAS):
         return text
-    is_own = "@" in key or bool(group_options(key, folders[:1]))
-    return f"{key}={value}" if is_own else f"+{key}={value}"
+    if "@" in key or group_options(key, folders[:1]):
+        return f"{key}={value}"
+    return f"+{key}={value}" if group_options(key, folders) else f"++{key}={value}"
 
 
-def _find_problem(text: str, folders: Sequence[Path], is_sweep: bool = False) -> Problem | None:
+def _find_problem(text: str, folders: Sequence[Path]) -> Problem | None:
     """What is wrong with an override, before its value is read."""
-    key, value = _split(text)
+    key, value = split_override(text)
     if key.startswith("~"):
         return Problem(text, "removes a setting, which is not possible.", "Set it to another value.")
+    if key in all_settings() and not value:
+        return Problem(text, "has no value.", f"Write {key}=VALUE, or leave it out.", setting=key)
     if "=" not in text:
         is_file = key.endswith((".yaml", ".yml"))
         fix = f"Did you mean --config {text}?" if is_file else _explain_word(text)
@@ -282,37 +282,17 @@ def _find_problem(text: str, folders: Sequence[Path], is_sweep: bool = False) ->
         return unknown_setting(key, value)
     if key.startswith("hydra/") and value == "null":  # Hydra would end with a traceback
         return Problem(text, "names no option.", f"Leave {key} out.")
-    if key.startswith(("hydra.", "hydra/")):
+    if key.startswith(_HYDRAS):
         return None
     parsed = _parse(text)
     options = group_options(key, folders)
     if parsed is not None and parsed.is_sweep_override():
-        if not is_sweep:
-            return _several_values(text, key, is_group=bool(options))
-        return _find_wrong_option(key, parsed, options)
+        return _several_values(text, key, is_group=bool(options))
     option = value.strip("'\"")
     if options and option not in options:
         return _unknown_option(key, option, options)
     if parsed is not None and _is_of_other_kind(key, parsed.value()):
         return wrong_type(key, parsed.value())
-    return None
-
-
-def _find_wrong_option(key: str, swept: Override, options: Sequence[str]) -> Problem | None:
-    """The first option of a sweep that its group does not have, or a pattern that matches none."""
-    values = swept.value()
-    if isinstance(values, Glob):
-        if values.filter(options):
-            return None
-        listed = ", ".join(options) or "none"
-        reason = f"matches no option of {key}, which has {listed}."
-        fix = f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."
-        return Problem(swept.input_line or key, reason, fix)
-    if not options or not swept.is_discrete_sweep():
-        return None
-    for option in swept.sweep_iterator():
-        if option not in options:
-            return _unknown_option(key, str(option), options)
     return None
 
 
@@ -324,7 +304,7 @@ def _is_of_other_kind(key: str, value: Any) -> bool:
 
 def _several_values(text: str, key: str, is_group: bool) -> Problem:
     """The problem with several values for one run, which are a sweep's, or a list without its brackets."""
-    _, value = _split(text)
+    _, value = split_override(text)
     setting = all_settings().get(key)
     may_be_list = setting is None and not is_group
     may_be_text = may_be_list
