@@ -24,6 +24,7 @@ from qlora_fsdp.config.schema import (
     Config,
     DataFormat,
     EmbeddingStorage,
+    QuantConfig,
     TaskConfig,
     TaskName,
     Weights,
@@ -78,7 +79,7 @@ class MergeSettings(BaseAndAdapterSettings):
 
 def merge(settings: MergeSettings, config: Config, processes: Processes) -> None:
     """Check the settings, merge, and compare the merged model with the trained one."""
-    _check(settings, config, processes)
+    _check(settings, DataSpec.of(config), config.quant, config.model.weights, processes.num_ranks)
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
         from qlora_fsdp.inference.export_adapter import export_adapter
@@ -234,7 +235,7 @@ def _log_probabilities(
     return found
 
 
-def _check(settings: MergeSettings, config: Config, processes: Processes) -> None:
+def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights: Weights, num_ranks: int) -> None:
     problems = []
     if settings.adapter is None:
         problems.append(Problem("adapter", "is not set.", "Set adapter to the folder that training wrote."))
@@ -259,19 +260,19 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     rows = settings.report_data
     if rows is not None and not path_exists(rows):
         problems.append(Problem(f"report_data={rows}", "does not exist.", "Set report_data to a file of rows."))
-    if rows is not None and not config.task.is_causal:
+    if rows is not None and not data.task.is_causal:
         reason = "compares next-token predictions, which a classifier has none of."
         problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
-    elif rows is not None and path_exists(rows) and _are_pairs(rows, DataSpec.of(config)):
+    elif rows is not None and path_exists(rows) and _are_pairs(rows, data):
         reason = "has pairs of answers, and the comparison takes one text from each row."
         fix = "Set data.columns={completion: chosen}, or {messages: chosen} where these are whole chats."
         problems.append(Problem(f"report_data={rows}", reason, fix))
-    if settings.base == "dequantized" and not (config.quant.load_in_4bit or config.quant.load_in_8bit):
+    if settings.base == "dequantized" and not (quant.load_in_4bit or quant.load_in_8bit):
         problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
-    if config.model.weights is Weights.random:
+    if weights is Weights.random:
         fix = "Set model.weights=checkpoint and model.path to the model, if that is what the adapter was trained on."
-        problems.append(Problem(show("model.weights", config.model.weights), "has no files to merge into.", fix))
-    if processes.num_ranks > 1:
+        problems.append(Problem(show("model.weights", weights), "has no files to merge into.", fix))
+    if num_ranks > 1:
         problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
     refuse(problems)
 

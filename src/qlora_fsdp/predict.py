@@ -26,8 +26,9 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
-from qlora_fsdp.config.schema import Config, DataConfig, TaskConfig
+from qlora_fsdp.config.schema import Config, DataConfig, ModelConfig, TaskConfig
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.generate import (
     GenerateSettings,
     check_generation,
@@ -92,7 +93,9 @@ def predict_rows(settings: PredictSettings, config: Config, processes: Processes
     _check(settings, config.data, config.task, generation, processes)
     assert settings.out is not None
     rows, digest = read_rows(config.data, config.task)
-    file = PredictionFile(Path(settings.out).expanduser(), _identity(settings, config, digest))
+    file = PredictionFile(
+        Path(settings.out).expanduser(), _identity(settings, config.model, DataSpec.of(config), digest)
+    )
     num_done = processes.share(file.open() if processes.is_main else None, int, patiently=True)
     if num_done > len(rows):
         raise RunFolderError(f"{file.part} has more lines than there are rows. Remove it, and predict all anew.")
@@ -200,7 +203,7 @@ def read_rows(data: DataConfig, task: TaskConfig) -> tuple[Rows, str]:
     return rows, digest.hexdigest()
 
 
-def _identity(settings: PredictSettings, config: Config, digest: str) -> dict[str, Any]:
+def _identity(settings: PredictSettings, model: ModelConfig, data: DataSpec, digest: str) -> dict[str, Any]:
     """What predictions depend on, by the setting that decides it: those of one file must have all in common."""
     weights = None
     if settings.adapter is not None:
@@ -208,15 +211,15 @@ def _identity(settings: PredictSettings, config: Config, digest: str) -> dict[st
     found: dict[str, Any] = {
         "data.path": digest,
         "adapter": weights,
-        "model.path": config.model.path or config.model.name,
-        "training.max_length": config.training.max_length,
-        "data.columns": dict(config.data.columns),
+        "model.path": model.path or model.name,
+        "training.max_length": data.max_length,
+        "data.columns": dict(data.settings.columns),
     }
-    if config.task.is_causal:
+    if data.task.is_causal:
         names = ("max_new_tokens", "temperature", "top_p", "seed", "raw")
         found |= {name: getattr(settings, name) for name in names}
-        found["data.system_prompt"] = config.data.system_prompt
-        found["data.template_arguments"] = dict(config.data.template_arguments)
+        found["data.system_prompt"] = data.settings.system_prompt
+        found["data.template_arguments"] = dict(data.settings.template_arguments)
     return found
 
 

@@ -76,7 +76,7 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "optim.warmup_ratio=10"], ["optim.warmup_ratio=10.0 must be", "less than 1"]),
     ([*TRAIN, "training.max_length=1"], ["training.max_length=1 must be", "at least 2"]),
     ([*TRAIN, "launch.num_processes=two"], ["launch.num_processes=two must be a whole number or null"]),
-    ([*TRAIN, "launch.devices=0"], ["launch.devices=0 must be a list of whole numbers such as [0,1]"]),
+    ([*TRAIN, "launch.devices=0"], ["launch.devices=0 is no setting any more. Set the variable CUDA_VISIBLE_DEVICES"]),
     ([*TRAIN, "slurm.time=24h", "hydra/launcher=slurm"], ["slurm.time=24h is no time limit. Set slurm.time=24:00:00"]),
     # Files and folders
     ([*TRAIN, "run.folder=chats.jsonl"], ["run.folder=chats.jsonl", "is a file. Set run.folder to another folder"]),

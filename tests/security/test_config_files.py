@@ -26,7 +26,8 @@ NESTED = "lora: " + "[" * 100_000
 GROWING = f"""
 run: {{name: xxxxxxxxxx}}
 model: {{name: "{"${run.name}" * 1000}"}}
-tracking: {{project: "{"${model.name}" * 1000}", entity: "{"${tracking.project}" * 1000}"}}
+tracking: {{project: "{"${model.name}" * 1000}"}}
+hub: {{repo: "{"${tracking.project}" * 1000}"}}
 """
 
 
@@ -148,8 +149,8 @@ def test_what_runs_and_who_is_connected_to_is_typed(folder: Path, capsys: pytest
 
 def test_no_field_of_the_launch_decides_that_unsaid() -> None:
     """What says how runs are started is looked at one by one: a new field says here or there whose it is."""
-    harmless = {"num_processes", "devices", "parallel", "dry_run", "partition", "account", "time", "nodes"}
-    harmless |= {"gpus_per_node", "cpus_per_task", "signal_seconds"}
+    harmless = {"num_processes", "parallel", "dry_run", "partition", "account", "time", "nodes"}
+    harmless |= {"gpus_per_node", "cpus_per_task"}
     start = {key for key, found in all_settings().items() if found.facets.run is Run.start}
     assert {key.partition(".")[2] for key in start if all_settings()[key].files is not Files.none} == harmless
 

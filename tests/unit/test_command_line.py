@@ -74,7 +74,10 @@ def test_every_command_has_a_help_page(name: str, capsys: pytest.CaptureFixture[
         ([*BASE, "llama3-8b"], "llama3-8b is not of the form key=value. Did you mean model=llama3-8b?"),
         ([*BASE, "launch.parallel=2"], "launch.parallel=2 is for sweeps. Add -m, or leave it out."),
         ([*BASE, "launch.config_file=/nowhere"], "launch.config_file=/nowhere is no file, seen from "),
-        ([*BASE, "launch.devices=[0]"], "launch.devices=[0] names GPUs, and none is visible."),
+        (
+            [*BASE, "launch.devices=[0]"],
+            "launch.devices=[0] is no setting any more. Set the variable CUDA_VISIBLE_DEVICES",
+        ),
         ([*BASE, "launch.num_processes=2", "training.global_batch_size=3"], "training.global_batch_size="),
         (["generate", "adapter=x", "launch.num_processes=0"], "launch.num_processes=0 must be"),
     ],

@@ -272,12 +272,12 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
         (["hydra/launcher=slurm"], {"PATH": "/nowhere"}, "needs sbatch, which is not here"),
-        (["hydra/launcher=slurm", "launch.devices=[0]"], {}, "has no effect with hydra/launcher=slurm"),
+        (["hydra/launcher=slurm", "slurm.signal_seconds=3600"], {}, "Add --signal=B:USR1@SECONDS to slurm.options"),
         (["hydra/launcher=slurm", "launch.num_processes=4", "slurm.gpus_per_node=2"], {}, "more than slurm.gpus_per"),
         (["hydra/launcher=slurm", "slurm.options=[qos=long]"], {}, "qos=long, which is no option of sbatch"),
         (["hydra/launcher=slurm", "slurm.time=soon"], {}, "Set slurm.time=24:00:00"),
         (["hydra/launcher=slurm", "slurm.time=2:00"], {}, "slurm.time=2:00 is 120 seconds to SLURM"),
-        (["hydra/launcher=slurm", "slurm.time=0-1", "slurm.signal_seconds=3600"], {}, "is 3600 seconds to SLURM"),
+        (["hydra/launcher=slurm", "slurm.time=0-0:2"], {}, "is 120 seconds to SLURM"),
         (["-m", "training.seed=1,2", "training.global_batch_size=3", "launch.num_processes=2"], {}, "size=4"),
     ],
 )
@@ -305,10 +305,10 @@ def test_gpus_are_shared_out() -> None:
     assert share("") == [None]
     assert share("", "parallel=2") == [None, None]
     assert share("0,1,2,3", "parallel=2") == [["0", "1"], ["2", "3"]]
-    assert share("4,5,6", "devices=[0,2]") == [["4", "6"]]
+    assert share("4,6") == [["4", "6"]]
     for argv, expected in (
         (["parallel=3", "num_processes=2"], "needs 6 GPUs"),
-        (["devices=[9]"], "the 4 visible GPUs"),
+        (["num_processes=9"], "more than 4 GPUs"),
     ):
         with pytest.raises(ConfigError, match=expected):
             share("0,1,2,3", *argv)

@@ -356,7 +356,6 @@ class TrackingSpec:
         wandb: W&B's mode; never auto.
         run_name: the run's name.
         project: W&B's and trackio's project, MLflow's experiment.
-        entity: W&B's user or team; None for the key's own.
         log_adapter: whether the adapter is uploaded at the end.
         recorded: every setting by its key, as the files of a run have it.
     """
@@ -365,7 +364,6 @@ class TrackingSpec:
     wandb: WandbMode
     run_name: str
     project: str
-    entity: str | None
     log_adapter: bool
     recorded: Mapping[str, Any]
 
@@ -378,7 +376,6 @@ class TrackingSpec:
             wandb=wandb_mode(tracking),
             run_name=config.run.name,
             project=tracking.project,
-            entity=tracking.entity,
             log_adapter=tracking.log_adapter,
             recorded=plain_settings(config),
         )

@@ -104,8 +104,8 @@ def _check_current_folder(tracking: TrackingConfig) -> Iterator[Problem]:
         reason = f"would let W&B take its settings from {folder / name}: from the current folder, whoever wrote it. "
         reason += "They say which server gets your key."
         fix = f"Remove {name}, or start in another folder. If it is yours, say the same by W&B's environment "
-        fix += "variables (WANDB_BASE_URL, ...), in ~/.config/wandb/settings, or by tracking.wandb_mode=offline and "
-        fix += "tracking.entity."
+        fix += "variables (WANDB_BASE_URL, WANDB_ENTITY, ...), in ~/.config/wandb/settings, or by "
+        fix += "tracking.wandb_mode=offline."
         yield problem_with(tracking, "tracking.report_to", reason, fix)
     if TrackerName.mlflow in trackers and not os.environ.get(MLFLOW_ADDRESS):
         reason = f"needs {MLFLOW_ADDRESS}: without it MLflow takes mlflow.db or mlruns of the current folder, whoever "

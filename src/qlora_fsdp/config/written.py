@@ -38,7 +38,7 @@ def note_written(config: Config, composed: Mapping[str, Any]) -> None:
             config.written[key] = value
     for key in config.written:
         if is_hidden(config, key):
-            _note_hidden(config, key)
+            _note_hidden(str(config.written[key]), value_of(config, key))
 
 
 def is_hidden(config: Config, key: str) -> bool:
@@ -113,9 +113,7 @@ def by_key(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{name}", value
 
 
-def _note_hidden(config: Config, key: str) -> None:
-    written = str(config.written[key])
-    value = value_of(config, key)
+def _note_hidden(written: str, value: Any) -> None:
     given = {os.environ.get(name, ""): f"${{oc.env:{name}}}" for name in _VARIABLE.findall(written)}
     if isinstance(value, str):
         given[value] = written

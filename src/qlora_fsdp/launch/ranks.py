@@ -250,23 +250,14 @@ def divide_gpus(launch: LaunchConfig, environ: Mapping[str, str]) -> list[Slot]:
     Raises:
         ConfigError: there are too few.
     """
-    visible = _visible_gpus(environ)
-    if not visible:
-        if launch.devices:
-            fix = "Set it to null to run on the CPU, or look at CUDA_VISIBLE_DEVICES."
-            reason = "names GPUs, and none is visible."
-            raise ConfigError([problem_about("launch.devices", launch.devices, reason, fix)])
+    gpus = _visible_gpus(environ)
+    if not gpus:
         return [None] * launch.parallel
-    if launch.devices is not None and not all(0 <= index < len(visible) for index in launch.devices):
-        reason = f"is not among the {len(visible)} visible GPUs, which are counted from 0."
-        fix = "Name some of these, or set it to null."
-        raise ConfigError([problem_about("launch.devices", launch.devices, reason, fix)])
-    gpus = visible if launch.devices is None else [visible[index] for index in launch.devices]
     size = max(1, launch.num_processes or len(gpus) // launch.parallel)
     num_needed = size * launch.parallel
     if num_needed > len(gpus):
         if launch.parallel == 1:
-            fix = "Set it lower, or make more visible through CUDA_VISIBLE_DEVICES or launch.devices."
+            fix = "Set it lower, or make more visible through CUDA_VISIBLE_DEVICES."
             reason = f"is more than {len(gpus)} GPUs."
             raise ConfigError([problem_about("launch.num_processes", launch.num_processes, reason, fix)])
         reason = f"needs {num_needed} GPUs at {size} a job, and there are {len(gpus)}."

@@ -19,7 +19,7 @@ from qlora_fsdp.common.files import shipped_file, write_atomically
 from qlora_fsdp.common.run_key import RUN_KEY
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.config.schema import LaunchConfig, SlurmConfig
+from qlora_fsdp.config.schema import SIGNAL_SECONDS, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
@@ -110,7 +110,7 @@ def _options(
         "open-mode": "append",
     }
     options = [f"--{name}={value}" for name, value in values.items() if value]
-    options += ["--requeue", f"--signal=B:USR1@{slurm.signal_seconds}", *slurm.options]
+    options += ["--requeue", f"--signal=B:USR1@{SIGNAL_SECONDS}", *slurm.options]
     return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_word(option)}" for option in options)])
 
 
@@ -211,9 +211,6 @@ def _refuse_differences(jobs: Sequence[Job]) -> None:
 
 def _find_misfits(launch: LaunchConfig, slurm: SlurmConfig) -> Iterator[Problem]:
     """Yields settings that SLURM would ignore, or that fail only when the job has its turn."""
-    if launch.devices is not None:
-        reason = "has no effect with hydra/launcher=slurm, where SLURM chooses the GPUs."
-        yield problem_about("launch.devices", launch.devices, reason, "Set slurm.gpus_per_node, or leave it out.")
     num_processes = launch.num_processes or 0
     if slurm.gpus_per_node and num_processes > slurm.gpus_per_node:
         reason = f"is more than slurm.gpus_per_node={slurm.gpus_per_node}, and each process on a node has a GPU."

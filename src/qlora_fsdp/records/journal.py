@@ -274,7 +274,6 @@ class WandbTracker:
             id=run_id,
             resume="allow",
             project=spec.project,
-            entity=spec.entity,
             name=spec.run_name,
             dir=str(folder),
             config=sections_of(spec.recorded),

@@ -53,8 +53,7 @@ from qlora_fsdp.common.files import (
     write_atomically,
     write_json,
 )
-from qlora_fsdp.config.reading.compose import to_yaml
-from qlora_fsdp.config.schema import Config, RunConfig
+from qlora_fsdp.config.schema import RunConfig
 from qlora_fsdp.records.check_run_folder import check_run_folder, find_obstacle, mark
 from qlora_fsdp.records.console import start_log, stop_log
 from qlora_fsdp.records.record_files import holder
@@ -107,14 +106,14 @@ def hold_run_folder(run: RunConfig, processes: Processes) -> Path:
     return folder
 
 
-def open_run_folder(folder: Path, config: Config, processes: Processes, keep_records: bool = False) -> None:
+def open_run_folder(folder: Path, settings: str, processes: Processes, keep_records: bool = False) -> None:
     """Write the settings and the environment to the run folder that this run holds, and start the log.
 
     On rank 0 the log goes to the console and to train.log; on other ranks it goes nowhere.
 
     Args:
         folder: from `hold_run_folder`.
-        config: all of it is written there.
+        settings: the text of its config.yaml.
         processes: all ranks take part.
         keep_records: append to the `RECORDS` that are there; else they are removed.
 
@@ -129,7 +128,7 @@ def open_run_folder(folder: Path, config: Config, processes: Processes, keep_rec
             if not keep_records:
                 for stale in RECORDS:
                     remove(folder / stale)
-            write_atomically(folder / CONFIG_FILE, to_yaml(config, as_written=True))
+            write_atomically(folder / CONFIG_FILE, settings)
             write_json(folder / ENVIRONMENT_FILE, _describe_environment(processes))
     start_log(folder if processes.is_main else None)
 

@@ -23,6 +23,7 @@ from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.reading.commands import saved_settings
+from qlora_fsdp.config.reading.compose import to_yaml
 from qlora_fsdp.config.schema import Config, Hosts, HubConfig, Weights
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.config.world import World
@@ -103,7 +104,9 @@ def run(config: Config, world: World) -> dict[str, Any]:
             choices = choices_of(checkpoint, config, processes.num_ranks)
             settings = settings_of(plain_settings(config.with_values(choices)), processes.num_ranks)
             changes = check_changes(checkpoint, settings, config.optim.name, processes.num_ranks)
-        open_run_folder(folder, config, processes, keep_records=is_own(checkpoint, config.run))
+        open_run_folder(
+            folder, to_yaml(config, as_written=True), processes, keep_records=is_own(checkpoint, config.run)
+        )
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None, str | None))
         note_missing_key(config.tracking)
         if rounded is not None:

@@ -21,6 +21,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.batch_size import sequences_at_once
 from qlora_fsdp.config.schema import (
+    SIGNAL_SECONDS,
     Activations,
     Config,
     DistributedConfig,
@@ -114,10 +115,9 @@ def check_time_limit(slurm: SlurmConfig) -> Iterator[Problem]:
         return
     limit = _seconds(slurm.time)
     is_limited = limit > 0  # to SLURM 0 is no limit
-    if is_limited and limit <= slurm.signal_seconds:
-        saves = show("slurm.signal_seconds", slurm.signal_seconds)
-        reason = f"is {limit} seconds to SLURM, and {saves} before its end a run saves and queues again: it would do "
-        reason += "nothing else."
+    if is_limited and limit <= SIGNAL_SECONDS:
+        reason = f"is {limit} seconds to SLURM, and {SIGNAL_SECONDS} before its end a run saves and queues again: it "
+        reason += "would do nothing else."
         yield problem_with(slurm, "slurm.time", reason, fix)
 
 

@@ -50,12 +50,14 @@ from qlora_fsdp.config.checks.check_training import (
     check_tiles,
 )
 from qlora_fsdp.config.schema import (
+    ComputeConfig,
     Config,
     DataFormat,
     DistributedConfig,
     Dtype,
     FsdpConfig,
     MatmulKind,
+    ModelConfig,
     ShardingStrategy,
     TrainingConfig,
     When,
@@ -190,7 +192,9 @@ def _without_effect(key: str, value: Any, unmet: When, other: Any) -> Problem:
 
 def check_world(config: Config, world: World) -> list[Problem]:
     """Returns what is wrong with the configuration on this number of processes, this device and this torch."""
-    return [*check_split(config, world), *_check_device(config, world)]
+    problems = check_split(config, world)
+    problems += _check_device(config.training, config.compute, config.model, world)
+    return problems
 
 
 def check_split(config: Config, world: World) -> list[Problem]:
@@ -243,15 +247,17 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _check_device(config: Config, world: World) -> Iterator[Problem]:
-    if config.training.precision is Dtype.bfloat16 and not world.has_bf16:
+def _check_device(
+    training: TrainingConfig, compute: ComputeConfig, model: ModelConfig, world: World
+) -> Iterator[Problem]:
+    if training.precision is Dtype.bfloat16 and not world.has_bf16:
         device = "GPU" if world.device_type == "cuda" else "CPU"
         reason = f"can't be used: this {device} does not compute in bfloat16."
         fix = "Set training.precision=float32, or auto."
-        yield problem_with(config.training, "training.precision", reason, fix)
-    if config.compute.matmul is MatmulKind.fp8 and not world.has_fp8:
+        yield problem_with(training, "training.precision", reason, fix)
+    if compute.matmul is MatmulKind.fp8 and not world.has_fp8:
         reason = "can't be used: only Ada, Hopper and later GPUs multiply in fp8."
-        yield problem_with(config.compute, "compute.matmul", reason, "Set compute=dequantized.")
-    if config.model.attn_implementation.is_for_gpus and world.device_type == "cpu":
+        yield problem_with(compute, "compute.matmul", reason, "Set compute=dequantized.")
+    if model.attn_implementation.is_for_gpus and world.device_type == "cpu":
         fix = "Set model.attn_implementation=auto."
-        yield problem_with(config.model, "model.attn_implementation", "runs on GPUs only.", fix)
+        yield problem_with(model, "model.attn_implementation", "runs on GPUs only.", fix)

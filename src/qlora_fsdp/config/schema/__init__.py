@@ -22,7 +22,7 @@ from qlora_fsdp.config.schema.data import (
     Thoughts,
 )
 from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
-from qlora_fsdp.config.schema.launch import DistributedConfig, LaunchConfig, SlurmConfig
+from qlora_fsdp.config.schema.launch import SIGNAL_SECONDS, DistributedConfig, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.schema.model import (
     AttnImplementation,
     Dtype,
@@ -65,6 +65,7 @@ __all__ = [
     "DEFAULT_DATA",
     "DEFAULT_GLOBAL_BATCH",
     "SHORTEST",
+    "SIGNAL_SECONDS",
     "Activations",
     "AttnImplementation",
     "BadRows",

@@ -42,6 +42,9 @@ FORMER = {
     "data.mix_tokens": Former(None, "Set data.mix_until to the number of tokens."),
     "data.max_unpack_ratio": Former(200, "Leave it out, and unpack the file yourself if you trust it."),
     "slurm.modules": Former([], 'Set slurm.setup=["module load NAME"].'),
+    "slurm.signal_seconds": Former(120, "Add --signal=B:USR1@SECONDS to slurm.options; without it, runs have 120 s."),
+    "launch.devices": Former(None, "Set the variable CUDA_VISIBLE_DEVICES, as in CUDA_VISIBLE_DEVICES=0,2."),
+    "tracking.entity": Former(None, "Set W&B's own variable WANDB_ENTITY."),
 }
 
 # Values by the setting: what a former one is called now.

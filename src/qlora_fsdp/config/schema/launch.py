@@ -34,12 +34,13 @@ class LaunchConfig:
     num_processes: int | None = setting(None, Run.start, ALWAYS, bounds=at_least(1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = setting(None, Run.start, ALWAYS, files=Files.none)
-    # GPUs of this host to use, by index. null: all that are visible.
-    devices: list[int] | None = setting(None, Run.start, ALWAYS)
     # Jobs of a sweep that run at the same time, on disjoint GPUs.
     parallel: int = setting(1, Run.start, ALWAYS, bounds=at_least(1))
     # Print the commands or the job script, and start nothing.
     dry_run: bool = setting(False, Run.start, ALWAYS)
+
+
+SIGNAL_SECONDS = 120  # before SLURM's time limit, when a run is told to save
 
 
 @dataclass
@@ -48,7 +49,8 @@ class SlurmConfig:
     partition: str | None = setting(None, Run.start, ALWAYS)
     # Account to charge.
     account: str | None = setting(None, Run.start, ALWAYS)
-    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00. A run that needs longer is queued again.
+    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00. A run that needs longer saves two minutes before it, and is
+    # queued again.
     time: str | None = setting(None, Run.start, ALWAYS)
     # Nodes per job. Each starts launch.num_processes processes.
     nodes: int = setting(1, Run.start, ALWAYS, bounds=at_least(1))
@@ -63,5 +65,3 @@ class SlurmConfig:
     setup: list[str] = setting([], Run.start, ALWAYS, files=Files.none)
     # Container image, through srun --container-image (Pyxis). Its `python` is used.
     container: str | None = setting(None, Run.start, ALWAYS, files=Files.none)
-    # Seconds before the time limit at which a run is told to save. The job is then queued again.
-    signal_seconds: int = setting(120, Run.start, ALWAYS, bounds=at_least(1, below=65536))

@@ -229,8 +229,6 @@ class TrackingConfig:
     wandb_mode: WandbMode = setting(WandbMode.auto, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Project in W&B and trackio, experiment in MLflow.
     project: str = setting("qlora-fsdp", Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
-    # W&B user or team. null: the key's own.
-    entity: str | None = setting(None, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # Upload the adapter to W&B and MLflow as an artifact when the run has finished.
     log_adapter: bool = setting(False, Run.same, ALWAYS, hosts=Hosts.first, is_planned=False)
     # At every evaluation, let the model complete the beginnings of this many held-out rows. The texts go to
