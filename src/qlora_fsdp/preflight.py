@@ -26,7 +26,6 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import plural, show_duration, show_size
-from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.checks.check_data import check_mix_values
 from qlora_fsdp.config.checks.check_model import is_local_path
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check_world
@@ -36,7 +35,7 @@ from qlora_fsdp.config.reading.commands import sweep_problems
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
-from qlora_fsdp.config.world import World
+from qlora_fsdp.config.world import AUTO, World, describe_slices, round_default
 from qlora_fsdp.data.expected_tokens import EXAMPLE_SOURCE, expect_tokens
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB

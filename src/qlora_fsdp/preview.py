@@ -23,11 +23,11 @@ from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import is_whole, plural, printable, shorten
-from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.reading.commands import WITHOUT_TRAINING, AdapterSettings
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.specs import DataSpec, StepSpec
+from qlora_fsdp.config.world import describe_slices
 from qlora_fsdp.runtime.run_command import run_command, tell_next
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
-from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import ModelConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qlora_fsdp.config.identity import read_settings
+from qlora_fsdp.config.recorded import read_settings
 from qlora_fsdp.train import main
 
 SECRET = "s3cr3t-0123456789"

@@ -20,7 +20,7 @@ from tests.helpers.run_folders import start_folder
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
-from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.data.sequences import Sequences

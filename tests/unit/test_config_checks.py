@@ -14,12 +14,11 @@ import yaml
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
-from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.checks.check_launch import check_launch_environment, follow_launcher
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings
-from qlora_fsdp.config.world import World
+from qlora_fsdp.config.world import World, round_default
 from qlora_fsdp.data.files.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
 from qlora_fsdp.records.check_run_folder import check, check_run, mark
 

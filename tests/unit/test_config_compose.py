@@ -12,7 +12,7 @@ import yaml
 from tests.helpers import quick_config
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config import trackers, written
+from qlora_fsdp.config import recorded, trackers
 from qlora_fsdp.config.reading.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.reading.compose import load_config, register_schema, to_yaml
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
@@ -35,7 +35,7 @@ def refusal(*argv: str) -> str:
 @pytest.fixture(autouse=True)
 def own_hidden_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written in place of values with a `${...}` is kept for the process, which is one run's elsewhere."""
-    monkeypatch.setattr(written, "_hidden_texts", {})
+    monkeypatch.setattr(recorded, "_hidden_texts", {})
 
 
 @pytest.mark.parametrize(("group", "option"), OTHERS, ids=lambda part: part)

@@ -6,8 +6,8 @@ import re
 import runpy
 from pathlib import Path
 
-from qlora_fsdp.config.identity import plain_default, plain_settings
 from qlora_fsdp.config.reading.compose import load_config
+from qlora_fsdp.config.recorded import plain_default, plain_settings
 from qlora_fsdp.config.settings import all_settings
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 
-from qlora_fsdp.inference.random_rounding import round_at_random
+from qlora_fsdp.inference.merge_weights import round_at_random
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -13,7 +13,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
-from qlora_fsdp.config.adapter.adapter_tables import TABLE_OF_ROWS, TOKEN_ROWS
+from qlora_fsdp.config.adapter.adapter_config import TABLE_OF_ROWS, TOKEN_ROWS
 from qlora_fsdp.config.adapter.start_adapter import read_start
 from qlora_fsdp.config.reading.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config

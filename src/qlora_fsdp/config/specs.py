@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.outlook import Outlook
+from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import (
     CheckpointConfig,
     ComputeConfig,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from qlora_fsdp.config.data_paths import all_paths, match
-from qlora_fsdp.config.data_sets import mixed_sets, settings_for
+from qlora_fsdp.config.data_sets import all_paths, match, mixed_sets, settings_for
 from qlora_fsdp.config.schema import SHORTEST, DataConfig, TrainingConfig
 
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.hub import path_exists
-from qlora_fsdp.config.data_paths import as_paths
-from qlora_fsdp.config.data_sets import settings_for
+from qlora_fsdp.config.data_sets import as_paths, settings_for
 from qlora_fsdp.config.schema import DataConfig, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec

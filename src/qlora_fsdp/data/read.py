@@ -19,8 +19,7 @@ import pyarrow as pa
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import name_error
-from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
-from qlora_fsdp.config.data_sets import hub_split, split_name
+from qlora_fsdp.config.data_sets import SUFFIXES, as_paths, hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.columns import NOT_TEXT

@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from qlora_fsdp.common.errors import AdapterError, RunFolderError
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.text import list_some
-from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
-from qlora_fsdp.config.adapter.adapter_tables import PREFIX, WEIGHT
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX, WEIGHT
 from qlora_fsdp.inference.merge_weights import ParameterChange, find_parameter_changes
 from qlora_fsdp.model.adapters.serving import (
     BASE_LAYER,

@@ -1,10 +1,15 @@
 """Merge an adapter into single weights of its base: which weights it changes, and what they become.
 
-What a saved adapter does to the parameters of its base: which it changes, and how.
+Weights that were dequantized lie on the grid of their format. What an adapter adds to them is far smaller than the
+distance to the next point of that grid, so that rounding to the nearest point takes almost all of it away: of a real
+model's gain 3 to 10 % were left. Rounded at random, with the probability that each of the two neighbours is near, the
+weights are right on average, and 97 to 99 % of the gain are left. Weights in full precision need nothing of it, because
+they lie anywhere between the points.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import bitsandbytes.functional as bnb
+import numpy as np
 import torch
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
@@ -20,9 +26,13 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
-from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
-from qlora_fsdp.config.adapter.adapter_tables import PREFIX, TOKEN_ROWS, whole_keys
-from qlora_fsdp.inference.random_rounding import round_at_random
+from qlora_fsdp.config.adapter.adapter_config import (
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    TOKEN_ROWS,
+    read_adapter_config,
+    whole_keys,
+)
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
@@ -40,6 +50,10 @@ from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
 NUM_KEPT = 3  # weights: an expert has up to three matrices in the files
+
+
+SEED = 0
+NUMBERS_A_STEP = 8  # float32 numbers that one step of Philox's counter gives
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class Merge:
 
     @property
     def rounding(self) -> Literal["nearest", "random"]:
-        """How changed weights are rounded to the format of the result (inference/random_rounding.py)."""
+        """How changed weights are rounded to the format of the result."""
         is_random = any(is_rounded_at_random(assignment, self) for assignment in self.meta.assignments)
         return "random" if is_random else "nearest"
 
@@ -405,3 +419,40 @@ def _are_equal(one: ParameterChange, other: ParameterChange) -> bool:
     """Whether an adapter has two tied tables as a whole, and both are the same: they can stay tied."""
     are_whole = "whole" in one.keys and "whole" in other.keys
     return are_whole and torch.equal(one.read_whole(), other.read_whole())
+
+
+def round_at_random(values: Tensor, quant_type: str, name: str, first_element: int) -> Tensor:
+    """Move each value of a weight to one of the two points of its block's grid between which it lies.
+
+    The random numbers belong to the weight's name and to the place of a value in it. So a weight can be rounded in
+    pieces of any size, and a merge that was cut off goes on with the same numbers.
+
+    Args:
+        values: float32 [rows, columns], consecutive whole rows of a weight; columns are a multiple of the block size.
+        quant_type: nf4 or fp4, the format in which the weight is written.
+        name: the weight's name.
+        first_element: how many elements of the weight are before these.
+
+    Returns:
+        Values of the same shape. bitsandbytes' `quantize_4bit`, which rounds to the nearest, gives the codes of the
+        points that were chosen.
+    """
+    points = code_book(quant_type, values.device).unique()  # ascending; fp4's book has zero twice
+    blocks = values.reshape(-1, BLOCKSIZE)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    scaled = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny)
+    upper = torch.bucketize(scaled, points).clamp(1, len(points) - 1)
+    lower = upper - 1
+    share = (scaled - points[lower]) / (points[upper] - points[lower])
+    drawn = _draw(name, first_element, values.numel()).to(values.device).view_as(share)
+    chosen = torch.where(drawn < share, upper, lower)
+    rounded: Tensor = points[chosen] * absmax
+    return rounded.view(values.shape)
+
+
+def _draw(name: str, first: int, count: int) -> Tensor:
+    """Numbers in [0, 1) of a weight, from the given one on: float32 [count]."""
+    key = hashlib.sha256(f"{SEED} {name}".encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(key[:16], "little"))
+    bits.advance(first // NUMBERS_A_STEP)
+    return torch.from_numpy(np.random.Generator(bits).random(count, dtype=np.float32))

@@ -26,10 +26,10 @@ from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refus
 from qlora_fsdp.common.files import disk_reason
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.checks.check_settings import check_split
-from qlora_fsdp.config.identity import find_changes, plain_settings, read_settings
 from qlora_fsdp.config.reading.command_line import parse_arguments
 from qlora_fsdp.config.reading.compose import read_arguments
 from qlora_fsdp.config.reading.overrides import quote, show_typed, split_override
+from qlora_fsdp.config.recorded import find_changes, plain_settings, read_settings
 from qlora_fsdp.config.schema import Config, Run
 from qlora_fsdp.config.settings import all_settings, problem_about, show
 from qlora_fsdp.config.world import World

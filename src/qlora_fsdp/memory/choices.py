@@ -11,7 +11,7 @@ from itertools import combinations
 from math import gcd
 from typing import Any
 
-from qlora_fsdp.config.batch_size import AUTO, round_default
+from qlora_fsdp.config.world import AUTO, round_default
 from qlora_fsdp.config.checks.check_training import check_context_parallel, explain_no_tiles
 from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of

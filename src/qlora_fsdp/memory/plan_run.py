@@ -11,7 +11,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.text import join_words
-from qlora_fsdp.config.batch_size import AUTO
+from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.memory.gpus import Gpu

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.config.recorded import public_value
 from qlora_fsdp.config.schema import Config, LoraConfig
 from qlora_fsdp.config.specs import ModuleSpec
-from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, extend_tokenizer, find_tokenizer
 from qlora_fsdp.layers.attention.choose import choose_attention, describe_wide_heads
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel

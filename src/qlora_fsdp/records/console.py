@@ -15,7 +15,7 @@ from typing import TextIO
 
 from qlora_fsdp.common.terminal import CLEAR_LINE, can_redraw, colored, uses_color
 from qlora_fsdp.common.text import printable_lines
-from qlora_fsdp.config.written import hide
+from qlora_fsdp.config.recorded import hide
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_state import LOG_FILE
 

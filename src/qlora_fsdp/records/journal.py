@@ -20,7 +20,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.text import first_line, show_duration, show_number
-from qlora_fsdp.config.identity import sections_of
+from qlora_fsdp.config.recorded import sections_of
 from qlora_fsdp.config.schema import TrackerName, TrackingConfig
 from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, lacks_wandb_key

@@ -13,8 +13,8 @@ from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, show_duration
 from qlora_fsdp.config.reading.commands import read_trained_on
+from qlora_fsdp.config.recorded import hide
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_state import REPORT_FILE, SUMMARY_FILE
 

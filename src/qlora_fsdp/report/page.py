@@ -19,7 +19,7 @@ from typing import Any
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.text import plural, show_number, without_directions
-from qlora_fsdp.config.identity import plain_default
+from qlora_fsdp.config.recorded import plain_default
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, RunState, find_runs, read_jobs
 from qlora_fsdp.report.charts import NUM_COLOURS, Series, chart

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.text import is_number, plural, show_duration
-from qlora_fsdp.config.identity import read_settings
+from qlora_fsdp.config.recorded import read_settings
 from qlora_fsdp.records.run_state import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,

@@ -13,12 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
-from qlora_fsdp.config.batch_size import describe_slices
-from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.outlook import Outlook
+from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, ModuleSpec, RunSpec, ShardSpec, StepSpec, TrackingSpec
+from qlora_fsdp.config.world import describe_slices
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches

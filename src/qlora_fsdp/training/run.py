@@ -19,14 +19,13 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, HubError, Problem, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
-from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.checks.check_settings import check_world
-from qlora_fsdp.config.identity import plain_settings
 from qlora_fsdp.config.reading.commands import saved_settings
 from qlora_fsdp.config.reading.compose import to_yaml
+from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import Config, Hosts, HubConfig, Weights
 from qlora_fsdp.config.settings import all_settings, show
-from qlora_fsdp.config.world import World
+from qlora_fsdp.config.world import World, round_default
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json

@@ -10,10 +10,10 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.adapter.start_adapter import SETTING, StartAdapter, read_start
+from qlora_fsdp.config.recorded import public_value
 from qlora_fsdp.config.schema import Config, TokenizerConfig
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters.read import BASE_FIX, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble, check_base

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing

@@ -3,6 +3,9 @@
 Anybody may have written the file. Every value that is used is checked here, and nothing else is looked at. Of the
 adapter's weights only the header of their file is read: the names and shapes of its tensors. Imports no torch, so that
 a command line that contradicts an adapter is refused at once.
+
+Where a base was resized for new tokens, PEFT saves whole tables of embeddings and head beside the adapter, trained or
+not, because the base's files have other numbers of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_
 from qlora_fsdp.common.hub import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.adapter.adapter_tables import PREFIX, untrained_tables, whole_weights
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.config.settings import show
 
@@ -54,6 +56,14 @@ OTHER_PASSES = (
 )
 # What PEFT takes where the file says nothing.
 DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "bias": "none", "init_lora_weights": True}
+
+
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of rows end that are trained alone
+TABLE_OF_ROWS = "token_adapter.base_layer.weight"  # and the name of their table, where it is saved
+PREFIX, WEIGHT = "base_model.model.", ".weight"  # how keys begin in PEFT's files, and names of weights end
+_COPIES = re.compile(r"\.(original_module|modules_to_save)\.")  # of what PEFT also saves under the module's own name
+_PARTS = ("lora_", ".base_layer.", ".token_adapter.", ".original_module.", ".modules_to_save.")
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in an adapter's file, by their keys
 
 
 def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
@@ -237,3 +247,56 @@ def _trained_modules(saved: Mapping[str, Any]) -> set[str]:
 def _usual_heads(saved: Mapping[str, Any]) -> set[str]:
     """The names of heads that PEFT adds to a classifier's `modules_to_save`."""
     return {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
+
+
+def as_used(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """An adapter's tensors by the names of what they are in use: each table once, under its own name.
+
+    Args:
+        shapes: of the tensors in its file, by their keys there.
+    """
+    found = {}
+    for key, shape in shapes.items():
+        table = _table(key)
+        if table is not None and f"{table}.{TABLE_OF_ROWS}" in shapes:
+            found[table + WEIGHT] = shapes[f"{table}.{TABLE_OF_ROWS}"]
+        elif _COPIES.sub(".", key) == key or _COPIES.sub(".", key) not in shapes:
+            found[key] = shape
+    return found
+
+
+def _table(key: str) -> str | None:
+    """The table that trained rows, or the whole below them, belong to."""
+    return next((key.removesuffix(f".{end}") for end in (TOKEN_ROWS, TABLE_OF_ROWS) if key.endswith(f".{end}")), None)
+
+
+def whole_keys(stored: Collection[str], key: str) -> dict[str, str]:
+    """Where an adapter's file has a parameter as a whole: the key of the `whole`, and of `rows` that go into it."""
+    table = key.removesuffix(WEIGHT)
+    base = f"{table}.{TABLE_OF_ROWS}"
+    return {"whole": base, "rows": f"{table}.{TOKEN_ROWS}"} if base in stored else {"whole": key}
+
+
+def whole_weights(shapes: Shapes) -> dict[str, int]:
+    """The rows of every module whose weight an adapter has as a whole, by the module's name."""
+    return {
+        key.removeprefix(PREFIX).removesuffix(WEIGHT): shape[0]
+        for key, shape in as_used(shapes).items()
+        if key.endswith(WEIGHT) and shape and not any(part in key for part in _PARTS)
+    }
+
+
+def untrained_tables(shapes: Shapes, trained: Collection[str]) -> list[str]:
+    """Names of the modules whose weights an adapter has as a whole, although it did not train them as a whole.
+
+    Args:
+        shapes: of the tensors in its file, by their keys there.
+        trained: names of the modules that it trained, or ends of these names.
+    """
+    return [name for name in whole_weights(shapes) if not any(is_target(outer, trained) for outer in _with_outer(name))]
+
+
+def _with_outer(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

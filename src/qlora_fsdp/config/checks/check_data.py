@@ -10,8 +10,17 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
-from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
+from qlora_fsdp.config.data_sets import (
+    DEFAULT_SPLIT,
+    as_paths,
+    explain_split,
+    find_mistakes,
+    is_missing,
+    is_pattern,
+    match,
+    saved_splits,
+    split_name,
+)
 from qlora_fsdp.config.schema import (
     CHAT_TEMPLATES,
     DataConfig,

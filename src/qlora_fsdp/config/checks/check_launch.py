@@ -19,7 +19,6 @@ import yaml
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import first_line
-from qlora_fsdp.config.batch_size import sequences_at_once
 from qlora_fsdp.config.schema import (
     SIGNAL_SECONDS,
     Activations,
@@ -34,6 +33,7 @@ from qlora_fsdp.config.schema import (
     TrainingConfig,
 )
 from qlora_fsdp.config.settings import problem_with, show
+from qlora_fsdp.config.world import sequences_at_once
 
 # Of a file of accelerate's.
 _ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}

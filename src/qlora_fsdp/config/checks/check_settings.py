@@ -12,7 +12,6 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_whole, plural
-from qlora_fsdp.config.batch_size import nearest_batch, round_default, sequences_at_once
 from qlora_fsdp.config.checks.check_data import (
     check_cleaning,
     check_columns,
@@ -65,7 +64,7 @@ from qlora_fsdp.config.schema import (
 from qlora_fsdp.config.settings import Setting, all_settings, problem_about, problem_with, show, value_of, wrong_type
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.config.trackers import check_trackers
-from qlora_fsdp.config.world import World
+from qlora_fsdp.config.world import World, nearest_batch, round_default, sequences_at_once
 
 
 @dataclass(frozen=True)

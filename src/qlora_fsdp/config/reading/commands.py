@@ -36,13 +36,12 @@ from qlora_fsdp.config.adapter.foreign_settings import (
 from qlora_fsdp.config.adapter.start_adapter import order_problems
 from qlora_fsdp.config.bounded_yaml import read_text
 from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
-from qlora_fsdp.config.identity import sections_of
 from qlora_fsdp.config.reading.command_line import conf_folder
 from qlora_fsdp.config.reading.compose import load_config, print_and_exit
 from qlora_fsdp.config.reading.overrides import chosen_groups
+from qlora_fsdp.config.recorded import is_hidden, sections_of
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName, Weights
 from qlora_fsdp.config.settings import Sections, show, value_of
-from qlora_fsdp.config.written import is_hidden
 
 # Training on random or streamed data needs an end, which these commands do not.
 WITHOUT_TRAINING: Sections = {"training": {"max_steps": 1}}

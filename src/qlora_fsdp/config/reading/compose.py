@@ -36,10 +36,10 @@ from qlora_fsdp.config.adapter.start_adapter import (
     typed_folder,
 )
 from qlora_fsdp.config.checks.check_settings import check_settings
-from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.reading.command_line import Arguments, help_text, parse_arguments
 from qlora_fsdp.config.reading.config_file import FileSettings, leave_out, read_config_file
 from qlora_fsdp.config.reading.overrides import Overrides, chosen_groups, quote, read_overrides
+from qlora_fsdp.config.recorded import find_unresolvable, note_written, plain_settings, sections_of
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import (
     Sections,
@@ -49,7 +49,6 @@ from qlora_fsdp.config.settings import (
     unknown_setting,
     wrong_type,
 )
-from qlora_fsdp.config.written import find_unresolvable, note_written
 
 # Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
 FOLDER_SCHEME = "settings://"

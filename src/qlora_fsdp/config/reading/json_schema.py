@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
 from qlora_fsdp.common.startup import end_with_the_reader
-from qlora_fsdp.config.identity import plain_default, sections_of
 from qlora_fsdp.config.reading.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.recorded import plain_default, sections_of
 from qlora_fsdp.config.schema import Bounds
 from qlora_fsdp.config.settings import Setting, all_settings
 

@@ -273,7 +273,8 @@ def _find_problem(text: str, folders: Sequence[Path]) -> Problem | None:
     if key.startswith("~"):
         return Problem(text, "removes a setting, which is not possible.", "Set it to another value.")
     if key in all_settings() and not value:
-        return Problem(text, "has no value.", f"Write {key}=VALUE, or leave it out.", setting=key)
+        or_out = ", or leave it out" if "=" in text else ""
+        return Problem(text, "has no value.", f"Write {key}=VALUE{or_out}.", setting=key)
     if "=" not in text:
         is_file = key.endswith((".yaml", ".yml"))
         fix = f"Did you mean --config {text}?" if is_file else _explain_word(text)

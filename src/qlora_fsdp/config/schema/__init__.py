@@ -22,7 +22,6 @@ from qlora_fsdp.config.schema.data import (
     Thoughts,
 )
 from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
-from qlora_fsdp.config.schema.launch import SIGNAL_SECONDS, DistributedConfig, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.schema.model import (
     AttnImplementation,
     Dtype,
@@ -35,15 +34,19 @@ from qlora_fsdp.config.schema.model import (
     Weights,
 )
 from qlora_fsdp.config.schema.sharding import (
+    SIGNAL_SECONDS,
     Activations,
     ComputeConfig,
     Dequantizer,
+    DistributedConfig,
     FsdpConfig,
     Kernel,
     KernelsConfig,
+    LaunchConfig,
     MatmulKind,
     MemoryConfig,
     ShardingStrategy,
+    SlurmConfig,
 )
 from qlora_fsdp.config.schema.task import PreferenceConfig, PreferenceLoss, ProblemType, RunConfig, TaskConfig, TaskName
 from qlora_fsdp.config.schema.training import (
@@ -144,7 +147,7 @@ class Config:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def __post_init__(self) -> None:
-        """Add `written`: by key, the text of settings that contained a `${...}` (see `written.py`)."""
+        """Add `written`: by key, the text of settings that contained a `${...}` (see `recorded.py`)."""
         self.written: dict[str, Any] = {}
 
     def with_values(self, values: Mapping[str, Any]) -> Config:

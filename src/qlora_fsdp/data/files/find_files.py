@@ -14,7 +14,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import is_unicode, join_words, plural, printable
-from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
+from qlora_fsdp.config.data_sets import SAVED_SPLITS, is_pattern, match, saved_splits
 from qlora_fsdp.data.files.row_file import RowFile
 from qlora_fsdp.data.files.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
 

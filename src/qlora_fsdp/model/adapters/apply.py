@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern
-from qlora_fsdp.config.adapter.adapter_tables import PREFIX
+from qlora_fsdp.config.adapter.adapter_config import PREFIX
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.config.adapter.adapter_tables import PREFIX
+from qlora_fsdp.config.adapter.adapter_config import PREFIX
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER

@@ -22,14 +22,17 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some, plural
-from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes, read_untrained
-from qlora_fsdp.config.adapter.adapter_tables import (
+from qlora_fsdp.config.adapter.adapter_config import (
+    ADAPTER_WEIGHTS,
     PREFIX,
     TABLE_OF_ROWS,
     TOKEN_ROWS,
     WEIGHT,
     Shapes,
     as_used,
+    read_adapter_config,
+    read_shapes,
+    read_untrained,
     whole_keys,
     whole_weights,
 )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import peft
 from torch import nn
 
-from qlora_fsdp.config.adapter.adapter_tables import WEIGHT
+from qlora_fsdp.config.adapter.adapter_config import WEIGHT
 from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing, write_elsewhere
 from qlora_fsdp.common.hub import LOCAL_BASE, loadable_name
-from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, SETTINGS_FILE
-from qlora_fsdp.config.adapter.adapter_tables import PREFIX
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX, SETTINGS_FILE
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.model_card import CardFacts, describe_usage, is_classifier, make_card
 from qlora_fsdp.model.adapters.read import adapter_parameters

@@ -10,10 +10,10 @@ from typing import Any
 from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, printable
-from qlora_fsdp.config.batch_size import AUTO
-from qlora_fsdp.config.identity import find_changes
+from qlora_fsdp.config.recorded import find_changes
 from qlora_fsdp.config.schema import CheckpointConfig, Config, DataConfig, Optimizer, Run, RunConfig, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings, show
+from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, CHECKPOINTS, MANIFEST, checkpoint_folders, describe_attempt, step_of
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
