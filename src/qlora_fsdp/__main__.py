@@ -25,7 +25,7 @@ COMMANDS = {
     "prepare": ("qlora_fsdp.prepare", "tokenize the data of a run beforehand; needs no GPU"),
     "evaluate": ("qlora_fsdp.evaluate", "an adapter's loss on data, or its score in a benchmark"),
     "generate": ("qlora_fsdp.generate", "complete prompts"),
-    "predict": ("qlora_fsdp.predict", "classes, rewards or texts for a file of rows, on all GPUs, resumable"),
+    "predict": ("qlora_fsdp.predict.__main__", "classes, rewards or texts for a file of rows, on all GPUs, resumable"),
     "chat": ("qlora_fsdp.chat", "talk to a model"),
     "merge": ("qlora_fsdp.merge", "make one model of base and adapter"),
     "push": ("qlora_fsdp.push", "publish an adapter on the hub"),

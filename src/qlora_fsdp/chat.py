@@ -108,7 +108,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
 
 def _talk(answerer: Answerer, settings: ChatSettings, interrupts: Interrupts, processes: Processes) -> None:
     """Answer one line after another."""
-    conversation = Conversation(settings.system)
+    conversation = ChatHistory(settings.system)
     while True:
         line = processes.share(interrupts.read_line() if processes.is_main else None, str | None, patiently=True)
         if line is None or line.strip() in ("/exit", "/quit"):
@@ -134,7 +134,7 @@ def _talk(answerer: Answerer, settings: ChatSettings, interrupts: Interrupts, pr
         conversation.messages.append({"role": "assistant", "content": reply})
 
 
-class Conversation:
+class ChatHistory:
     """The turns so far."""
 
     def __init__(self, system: str | None) -> None:

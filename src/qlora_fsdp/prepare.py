@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.reading.command_line import WITH_VALUE
-from qlora_fsdp.config.reading.commands import AdapterSettings
+from qlora_fsdp.config.reading.commands import CommandSettings
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
 from qlora_fsdp.config.settings import all_settings, problem_about
 from qlora_fsdp.config.specs import DataSpec
@@ -45,7 +45,7 @@ examples:
 
 
 @dataclass
-class PrepareSettings(AdapterSettings):
+class PrepareSettings(CommandSettings):
     """`prepare` has no settings of its own."""
 
 

@@ -24,7 +24,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import is_whole, plural, printable, shorten
 from qlora_fsdp.config.outlook import Outlook
-from qlora_fsdp.config.reading.commands import WITHOUT_TRAINING, AdapterSettings
+from qlora_fsdp.config.reading.commands import WITHOUT_TRAINING, CommandSettings
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.config.world import describe_slices
@@ -59,7 +59,7 @@ EXAMPLE_TOKENS, EXAMPLE_LETTERS = 20, 100  # of a row that cleaning has found, a
 
 
 @dataclass
-class PreviewSettings(AdapterSettings):
+class PreviewSettings(CommandSettings):
     """The settings of `preview`, which its --help describes."""
 
     rows: int = 3

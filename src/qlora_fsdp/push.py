@@ -17,7 +17,7 @@ from qlora_fsdp.common.hub import find_cached_model, is_repo_name
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.adapter.adapter_config import adapter_problems
 from qlora_fsdp.config.adapter.foreign_settings import read_base_model
-from qlora_fsdp.config.adapter.start_adapter import may_be_same
+from qlora_fsdp.config.adapter.lora_start import may_be_same
 from qlora_fsdp.config.reading.commands import (
     BaseAndAdapterSettings,
     load_command,
@@ -108,13 +108,13 @@ def _compare_weights(adapter: str, base: str, cached: Path, fingerprint: str) ->
     """Refuse a base whose weights, which lie in the folder `cached`, are others than the fingerprint's."""
     with quick_imports():
         from qlora_fsdp.inference.trained import assemble_trained
-        from qlora_fsdp.model.assemble import check_base
+        from qlora_fsdp.model.assemble import check_fingerprint
         from qlora_fsdp.runtime.processes import start_processes
 
     settings = BaseAndAdapterSettings(adapter, other_base=True)  # what is wrong is said here, in terms of push
     _, config = load_command([f"adapter={adapter}", f"model.path={cached}"], BaseAndAdapterSettings, USAGE)
     processes = start_processes(SECONDS, use_cpu=True)
-    check_base(
+    check_fingerprint(
         assemble_trained(config, settings, processes),
         fingerprint,
         processes,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.model.adapters import write as adapter_files
+from qlora_fsdp.model.adapters import write_adapter as adapter_files
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, read_manifest
 from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, pipeline
 
-from qlora_fsdp import predict
 from qlora_fsdp.config.schema import ProblemType
+from qlora_fsdp.predict import __main__ as predict
 from tests.cli.launch import SCRIPT, child_environment
 from tests.helpers.classification import (
     CLASSES,

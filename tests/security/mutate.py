@@ -45,7 +45,7 @@ from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings
-from qlora_fsdp.model.adapters.read import SavedAdapter
+from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.records.run_state import MANIFEST

@@ -21,8 +21,8 @@ from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, trainable_names
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.read import adapter_parameters
-from qlora_fsdp.model.adapters.write import describe_lost_keys
+from qlora_fsdp.model.adapters.read_adapter import adapter_parameters
+from qlora_fsdp.model.adapters.write_adapter import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.sharding.shard import place_model

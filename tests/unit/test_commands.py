@@ -14,7 +14,7 @@ from tests.helpers.lines import broken_pipe
 from qlora_fsdp.common.errors import ConfigError, RunFolderError
 from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.adapter.foreign_settings import described
-from qlora_fsdp.config.reading.commands import AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.reading.commands import CommandSettings, load_command, saved_settings
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import value_of
@@ -34,7 +34,7 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def load(adapter: Path, *typed: str) -> Config:
-    return load_command([f"adapter={adapter}", *typed], AdapterSettings, "")[1]
+    return load_command([f"adapter={adapter}", *typed], CommandSettings, "")[1]
 
 
 def test_saved_settings_stand_where_nothing_is_typed(adapter: Path) -> None:

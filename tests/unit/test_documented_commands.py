@@ -24,7 +24,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.convert.__main__ import convert_file
-from qlora_fsdp.config.reading.commands import AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.reading.commands import CommandSettings, load_command, saved_settings
 from qlora_fsdp.config.reading.compose import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_composing")
@@ -146,7 +146,7 @@ def check(name: str, settings: list[str], folder: Path) -> None:
     else:
         module = import_module(COMMANDS[name][0])
         kinds = [value for value in vars(module).values() if isinstance(value, type)]
-        (kind,) = [k for k in kinds if issubclass(k, AdapterSettings) and k.__module__ == module.__name__]
+        (kind,) = [k for k in kinds if issubclass(k, CommandSettings) and k.__module__ == module.__name__]
         own = [text for text in settings if not text.startswith("launch.")]
         problems = check_settings(load_command(own, kind, "", uses_default_data=True)[1])
         problems = [problem for problem in problems if problem.setting in " ".join(own)]

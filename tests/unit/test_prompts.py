@@ -14,7 +14,7 @@ from qlora_fsdp.common import text
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.reading.commands import (
-    AdapterSettings,
+    CommandSettings,
     load_command,
     read_started_from,
     read_trained_on,
@@ -76,7 +76,7 @@ def test_a_prompt_begins_with_the_system_message_of_training(tmp_path: Path):
     (tmp_path / "adapter_model.safetensors").touch()
     trained = load_config(["model=tiny", "data.path=a", f"data.system_prompt='{system}'"])
     (tmp_path / SETTINGS_FILE).write_text(saved_settings(trained))
-    _, config = load_command([f"adapter={tmp_path}"], AdapterSettings, "")
+    _, config = load_command([f"adapter={tmp_path}"], CommandSettings, "")
     assert config.data.system_prompt == system
     assert "data:" not in saved_settings(load_config(["model=tiny", "data.path=a"]))
 

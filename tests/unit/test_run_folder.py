@@ -19,7 +19,7 @@ from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.specs import TrackingSpec
-from qlora_fsdp.model.adapters import write as adapter_files
+from qlora_fsdp.model.adapters import write_adapter as adapter_files
 from qlora_fsdp.records.check_run_folder import check_run_folder, mark
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.record_files import records_in

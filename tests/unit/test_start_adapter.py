@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 
 from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
 from qlora_fsdp.config.adapter.adapter_config import TABLE_OF_ROWS, TOKEN_ROWS
-from qlora_fsdp.config.adapter.start_adapter import read_start
+from qlora_fsdp.config.adapter.lora_start import read_start
 from qlora_fsdp.config.reading.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.model.adapters.read import SavedAdapter
+from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 from qlora_fsdp.records.run_state import ATTEMPT, START_FOLDER, describe_attempt
 from qlora_fsdp.records.start_folder import find_start, is_restart, keep_start
 from qlora_fsdp.training import start_adapter as training_start

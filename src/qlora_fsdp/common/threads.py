@@ -10,7 +10,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def begin(call: Callable[[], Result], name: str) -> Future[Result]:
+def begin_call(call: Callable[[], Result], name: str) -> Future[Result]:
     """Begins a call on a thread of its own. What it returns or raises comes out where the result is asked for.
 
     A pool of concurrent.futures would keep the process from ending while the call goes on; this thread does not.

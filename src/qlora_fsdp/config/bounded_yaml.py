@@ -69,7 +69,7 @@ def read_yaml(file: Path, *, allows_aliases: bool = True) -> Any:
         OSError: the file can't be opened.
         ValueError: it is too large, too deep, or no valid YAML; the message says where.
     """
-    return parse_yaml(read_text(file), allows_aliases=allows_aliases)
+    return parse_yaml(read_small_text(file), allows_aliases=allows_aliases)
 
 
 def parse_yaml(text: str, *, allows_aliases: bool = True) -> Any:
@@ -100,7 +100,7 @@ def parse_settings(text: str) -> dict[Any, Any]:
     return values or {}
 
 
-def read_text(file: Path) -> str:
+def read_small_text(file: Path) -> str:
     """Returns the text of a small file.
 
     Raises:

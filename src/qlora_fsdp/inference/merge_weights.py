@@ -38,7 +38,7 @@ from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.layers.token_rows import ADAPTER
-from qlora_fsdp.model.adapters.read import read_whole, tokens_of_rows
+from qlora_fsdp.model.adapters.read_adapter import read_whole, tokens_of_rows
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
 from qlora_fsdp.weights.composed import Assignment, ComposedTensor, StoredRows

@@ -12,7 +12,7 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_lora
-from qlora_fsdp.config.adapter.start_adapter import SETTING
+from qlora_fsdp.config.adapter.lora_start import SETTING
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_base_fingerprint, read_started_from
 from qlora_fsdp.config.schema import Config, PreferenceLoss, TaskConfig
 from qlora_fsdp.config.settings import show
@@ -21,8 +21,8 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.read import BASE_FIX, NO_ADAPTER, SavedAdapter
-from qlora_fsdp.model.assemble import AssembledModel, assemble, check_base, describe_base
+from qlora_fsdp.model.adapters.read_adapter import BASE_FIX, NO_ADAPTER, SavedAdapter
+from qlora_fsdp.model.assemble import AssembledModel, assemble, check_fingerprint, describe_base
 from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.task_model import TaskModel
@@ -76,7 +76,7 @@ def assemble_trained(
     if saved is not None:
         saved.check(trained.model.model)
         if not settings.other_base:
-            check_base(
+            check_fingerprint(
                 trained,
                 read_base_fingerprint(settings.adapter),
                 processes,

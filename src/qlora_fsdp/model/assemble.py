@@ -26,7 +26,7 @@ from qlora_fsdp.layers.liger import use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, describe_idle_patterns
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
-from qlora_fsdp.model.adapters.write import describe_lost_keys
+from qlora_fsdp.model.adapters.write_adapter import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.new_tokens import count_tokens
@@ -239,7 +239,7 @@ def describe_base(assignments: Sequence[Assignment], processes: Processes) -> st
     return shared
 
 
-def check_base(
+def check_fingerprint(
     assembled: AssembledModel, fingerprint: str | None, processes: Processes, *, base: str, adapter: str, fix: str
 ) -> None:
     """Refuse a base with other weights than an adapter was trained on, whatever its folder is called. Collective.

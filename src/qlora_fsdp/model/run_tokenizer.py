@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.module_names import is_target
-from qlora_fsdp.config.adapter.start_adapter import SETTING
+from qlora_fsdp.config.adapter.lora_start import SETTING
 from qlora_fsdp.config.schema import Config, ModelConfig, TokenizerConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.markers import chosen_markers, explain_untrained
@@ -22,7 +22,7 @@ from qlora_fsdp.records.start_folder import find_start
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 if TYPE_CHECKING:
-    from qlora_fsdp.model.adapters.read import SavedAdapter
+    from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 
 # The names by which models store their input embeddings.
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -33,7 +33,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if config.lora.start is None:
         tokenizer = load_tokenizer(config.model, config.data)
     else:
-        from qlora_fsdp.model.adapters.read import SavedAdapter  # imports PEFT, which takes seconds
+        from qlora_fsdp.model.adapters.read_adapter import SavedAdapter  # imports PEFT, which takes seconds
 
         start = SavedAdapter(find_start(config), SETTING)
         folder = tokenizer_folder(start, config.model, start.read_tokens())

@@ -19,9 +19,8 @@ from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, load_comm
 from qlora_fsdp.config.schema import Config, DistributedConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.generate import GenerateSettings, check_generation, check_lengths, complete, tokenize_prompts
-from qlora_fsdp.inference.predictor import Predictor
 from qlora_fsdp.inference.trained import load_trained, num_positions
-from qlora_fsdp.predict import BATCH_SIZE
+from qlora_fsdp.predict.predictor import BATCH_SIZE, Predictor
 from qlora_fsdp.runtime.processes import Processes, start_processes
 
 if TYPE_CHECKING:

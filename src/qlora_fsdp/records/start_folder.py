@@ -21,7 +21,7 @@ from qlora_fsdp.config.adapter.adapter_config import (
     TOKENIZER_MODELS,
     TOKENIZER_TEXTS,
 )
-from qlora_fsdp.config.adapter.start_adapter import typed_folder
+from qlora_fsdp.config.adapter.lora_start import typed_folder
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.records.run_state import (
     ATTEMPT,

@@ -25,7 +25,7 @@ from qlora_fsdp.records.run_state import REPORT_FILE, SWEEP_FILE, RunState, find
 from qlora_fsdp.report.charts import NUM_COLOURS, Series, chart
 from qlora_fsdp.report.run_files import (
     ENDED_EARLY,
-    Run,
+    RunFiles,
     describe_data,
     describe_duration,
     describe_hardware,
@@ -89,7 +89,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     return file
 
 
-def make_page(title: str, runs: Sequence[Run]) -> str:
+def make_page(title: str, runs: Sequence[RunFiles]) -> str:
     """Returns the report as one file of HTML, without scripts and without anything from elsewhere."""
     body = [f"<h1>{escape(title)}</h1>"]
     if len(runs) == 1:
@@ -111,7 +111,7 @@ def _natural(path: Path) -> list[tuple[int, float, str]]:
     return [(1, float(part), "") if index % 2 else (0, 0.0, part) for index, part in enumerate(parts)]
 
 
-def overview(run: Run) -> str:
+def overview(run: RunFiles) -> str:
     """The top of a run's own report: what it is, how it went, what there is now, and what to type next."""
     state = run.state
     status = state.status
@@ -149,7 +149,7 @@ def overview(run: Run) -> str:
     return f'{error}<table class="facts">{"".join(lines)}</table>'
 
 
-def figures(runs: Sequence[Run]) -> str:
+def figures(runs: Sequence[RunFiles]) -> str:
     """One row per run: the settings that differ, and the results. The lowest loss of several runs is marked."""
     keys = differing(runs)
     compared = [run for run in runs if run.state.status not in ENDED_EARLY]
@@ -186,7 +186,7 @@ def figures(runs: Sequence[Run]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}{"".join(errors)}'
 
 
-def charts(runs: Sequence[Run]) -> str:
+def charts(runs: Sequence[RunFiles]) -> str:
     """The curves of all runs, one chart for each figure. Training and evaluation loss have a chart each."""
     drawn = [_loss_of_one(runs[0]) if len(runs) == 1 else _loss_of_several(runs)]
     evaluations = [
@@ -212,7 +212,7 @@ def charts(runs: Sequence[Run]) -> str:
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
-def swept(runs: Sequence[Run]) -> str:
+def swept(runs: Sequence[RunFiles]) -> str:
     """The loss of a sweep's runs by each setting that varied, with one dot per run."""
     has_eval = all(run.state.eval_loss is not None for run in runs if run.state.status == "finished")
     drawn = []
@@ -236,7 +236,7 @@ def swept(runs: Sequence[Run]) -> str:
     return f'<div class="charts">{together}</div>' if together else ""
 
 
-def memory(run: Run) -> str:
+def memory(run: RunFiles) -> str:
     """The planned memory beside the measured one, phase by phase."""
     found = _part(run.summary, "memory")
     planned = _part(found, "predicted")
@@ -267,7 +267,7 @@ def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return values.get(name) or {}
 
 
-def generations(run: Run) -> str:
+def generations(run: RunFiles) -> str:
     """The model's texts at the first and the last evaluation, beside those in the data."""
     steps = sorted({row["step"] for row in run.generations})
     if not steps:
@@ -287,7 +287,7 @@ def generations(run: Run) -> str:
     return "<h2>What the model wrote</h2>" + _table(head, rows, "text")
 
 
-def details(run: Run) -> str:
+def details(run: RunFiles) -> str:
     """Settings, environment and summary, as the run folder has them."""
     parts: list[str] = []
     changed = {
@@ -304,7 +304,7 @@ def details(run: Run) -> str:
     return "<h2>Details</h2>" + "".join(parts)
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[RunFiles]) -> list[str]:
     """The settings that are not the same in all runs."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] not in NOT_COMPARED)
     return [key for key in keys if len({value(run.settings.get(key)) for run in runs}) > 1]
@@ -325,7 +325,7 @@ def _steps_of_all(state: RunState) -> str:
     return f"{done} of {state.num_steps:,}" if state.num_steps else done
 
 
-def _before_and_after(run: Run) -> str:
+def _before_and_after(run: RunFiles) -> str:
     before = run.initial_eval_loss
     after = run.state.eval_loss
     if after is None or not run.evaluations:
@@ -338,7 +338,7 @@ def _before_and_after(run: Run) -> str:
     return f"{before:.4f} before training, {after:.4f} at step {last:,}"
 
 
-def _training_loss(run: Run) -> str:
+def _training_loss(run: RunFiles) -> str:
     loss = run.training_loss
     if loss is None:
         return ""
@@ -346,11 +346,11 @@ def _training_loss(run: Run) -> str:
     return f"{loss:.4f} in the last {last}"
 
 
-def _span(run: Run) -> str:
+def _span(run: RunFiles) -> str:
     return f"mean of {plural(run.span, 'step')}"
 
 
-def _loss_of_one(run: Run) -> str:
+def _loss_of_one(run: RunFiles) -> str:
     xs = [line["step"] for line in run.steps]
     ys = [line["loss"] for line in run.steps]
     if run.span == 1:
@@ -359,7 +359,7 @@ def _loss_of_one(run: Run) -> str:
     return chart("Training loss", series, has_legend=True)
 
 
-def _loss_of_several(runs: Sequence[Run]) -> str:
+def _loss_of_several(runs: Sequence[RunFiles]) -> str:
     series = [
         Series(f"{run.name}, {_span(run)}", [line["step"] for line in run.steps], run.smoothed_loss, index)
         for index, run in enumerate(runs)

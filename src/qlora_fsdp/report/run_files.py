@@ -29,7 +29,7 @@ ENDED_EARLY = ("failed", "interrupted", "stopped")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFiles:
     """The facts about a run that a report shows."""
 
     name: str
@@ -70,10 +70,10 @@ class Run:
         return first.get("eval_loss") if first.get("step") == 0 else None
 
 
-def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> Run:
+def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> RunFiles:
     """Reads everything in a run folder that a report shows."""
     lines = _with_steps(read_metrics(folder))
-    return Run(
+    return RunFiles(
         name,
         read_run(folder),
         steps=[line for line in lines if _has_loss(line)],
@@ -95,7 +95,7 @@ def _has_loss(line: dict[str, Any]) -> bool:
     return "loss" in line and (line["loss"] is None or is_number(line["loss"]))
 
 
-def describe_duration(run: Run) -> str:
+def describe_duration(run: RunFiles) -> str:
     """When its last start began, how long that took, and how long all steps took, those of earlier starts too."""
     seconds = run.summary.get("seconds")
     is_resumed = run.summary.get("resume_seconds") is not None
@@ -114,7 +114,7 @@ def describe_duration(run: Run) -> str:
     return ", ".join(parts)
 
 
-def describe_model(run: Run) -> str:
+def describe_model(run: RunFiles) -> str:
     """The base model, and how its weights are stored."""
     settings = run.settings
     path = settings.get("model.path")
@@ -128,7 +128,7 @@ def describe_model(run: Run) -> str:
     return f"{named}, {kind}" if named else ""
 
 
-def describe_data(run: Run) -> str:
+def describe_data(run: RunFiles) -> str:
     """Describe the data that the run trains on."""
     settings = run.settings
     often = run.summary.get("mix")
@@ -142,7 +142,7 @@ def describe_data(run: Run) -> str:
     return str(found)
 
 
-def describe_hardware(run: Run) -> str:
+def describe_hardware(run: RunFiles) -> str:
     """The GPUs and the number of ranks."""
     environment = run.environment
     if not environment:
@@ -161,7 +161,7 @@ def describe_hardware(run: Run) -> str:
     return ", ".join(parts)
 
 
-def next_commands(run: Run) -> list[str]:
+def next_commands(run: RunFiles) -> list[str]:
     """The commands to type next: to use a finished run's adapter, or to resume a run that ended early."""
     adapter = run.state.adapter
     if adapter is None:

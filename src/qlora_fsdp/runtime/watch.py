@@ -159,7 +159,7 @@ class Watch:
         has_store = True
         try:
             # In a thread of its own, because a call to a store whose process is stopped never returns.
-            search = threads.begin(lambda: self._find_first(error), "first failure")
+            search = threads.begin_call(lambda: self._find_first(error), "first failure")
             first = search.result(0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
         except (dist.DistError, RuntimeError, NotYet) as store_error:
             first, has_store = self._without_store(error, store_error), False

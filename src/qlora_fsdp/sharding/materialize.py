@@ -22,7 +22,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.peer_weights import make_peer_weights
 from qlora_fsdp.sharding.prove import Proof, prove_shards
 from qlora_fsdp.sharding.shard import place_model, shard_model
-from qlora_fsdp.weights.fill import fill
+from qlora_fsdp.weights.fill import fill_shards
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def materialize(
     total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // spec.num_shards
     is_shown = shows_progress and processes.is_main and sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not is_shown, leave=False) as bar:
-        fill(meta.assignments, device, assembled.dtype, meta.std, seed, bar.update)
+        fill_shards(meta.assignments, device, assembled.dtype, meta.std, seed, bar.update)
     fill_adapters(model.model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -16,7 +16,7 @@ from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, read_license
-from qlora_fsdp.model.adapters.serving import Serving, find_serving, settings_of
+from qlora_fsdp.model.adapters.serving import Serving, find_serving, peft_settings
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.prepare import Prepared
@@ -84,7 +84,7 @@ def describe_adapter(
 def serving_of(prepared: Prepared) -> Serving:
     """How a server applies the adapter of a run."""
     model = prepared.model
-    return find_serving(model.base, prepared.assembled.meta.assignments, settings_of(model.model))
+    return find_serving(model.base, prepared.assembled.meta.assignments, peft_settings(model.model))
 
 
 def _name_loss(task: TaskSpec) -> str:

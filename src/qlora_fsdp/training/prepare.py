@@ -28,7 +28,7 @@ from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_p
 from qlora_fsdp.memory.workload import check_graph
 from qlora_fsdp.model.activations import InputOffload, MemoryFallback, has_dropout, set_activation_policy
 from qlora_fsdp.model.adapters.apply import trainable_names
-from qlora_fsdp.model.adapters.read import SavedAdapter
+from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers, share_sequences
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops
 from qlora_fsdp.model.positions import check_positions

@@ -9,14 +9,14 @@ from pathlib import Path
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
-from qlora_fsdp.config.adapter.start_adapter import SETTING, StartAdapter, read_start
+from qlora_fsdp.config.adapter.lora_start import SETTING, StartAdapter, read_start
 from qlora_fsdp.config.recorded import public_value
 from qlora_fsdp.config.schema import Config, TokenizerConfig
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.model.adapters.read import BASE_FIX, SavedAdapter
-from qlora_fsdp.model.assemble import AssembledModel, assemble, check_base
+from qlora_fsdp.model.adapters.read_adapter import BASE_FIX, SavedAdapter
+from qlora_fsdp.model.assemble import AssembledModel, assemble, check_fingerprint
 from qlora_fsdp.model.run_tokenizer import check_chat_rows, tokenizer_folder
 from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.records.run_folder import writing
@@ -81,7 +81,7 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
     fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
     start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(spec.added_tokens, tokens))
     if not config.lora.other_base:
-        check_base(
+        check_fingerprint(
             assembled,
             about.fingerprint,
             processes,

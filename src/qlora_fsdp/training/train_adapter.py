@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.world import AUTO
-from qlora_fsdp.model.adapters.write import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.model.adapters.write_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import CHECKPOINTS

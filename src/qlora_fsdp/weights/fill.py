@@ -46,7 +46,7 @@ def _ignore_progress(num_bytes: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def fill(
+def fill_shards(
     assignments: Sequence[Assignment],
     device: torch.device,
     dtype: torch.dtype,

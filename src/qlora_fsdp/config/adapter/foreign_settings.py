@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import printable, shorten
-from qlora_fsdp.config.bounded_yaml import read_text, read_yaml
+from qlora_fsdp.config.bounded_yaml import read_small_text, read_yaml
 from qlora_fsdp.config.schema import Files
 from qlora_fsdp.config.schema.former import FORMER
 from qlora_fsdp.config.settings import all_settings, show
@@ -130,7 +130,7 @@ def read_base_model(adapter: Path, setting: str = "adapter") -> str | None:
     """
     file = adapter / "adapter_config.json"
     try:
-        base = json.loads(read_text(file))["base_model_name_or_path"]
+        base = json.loads(read_small_text(file))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"has an adapter_config.json that can't be read: {shorten(repr(error))}."
         raise ConfigError([Problem(show(setting, adapter), reason, "Copy or download it again.")]) from None

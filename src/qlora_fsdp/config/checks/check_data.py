@@ -85,7 +85,7 @@ _OF_TEMPLATES = (
 _OF_ALL_ROWS = ("data.near_duplicates", "data.decontaminate", "data.min_tokens", "data.max_tokens", "data.seed")
 
 
-def check_data(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
+def check_source(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
     """Yields why there are no rows, or none that the task can use."""
     is_random = data.format is DataFormat.random
     if data.path is None and not data.mix and not is_random:

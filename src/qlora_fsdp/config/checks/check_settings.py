@@ -15,9 +15,9 @@ from qlora_fsdp.common.text import is_whole, plural
 from qlora_fsdp.config.checks.check_data import (
     check_cleaning,
     check_columns,
-    check_data,
     check_evaluation,
     check_mix,
+    check_source,
     check_splits,
     check_streaming,
 )
@@ -120,7 +120,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_quant(quant, training.precision)
     yield from check_embeddings(quant, lora, config.tokenizer)
     yield from check_lora(lora, quant)
-    yield from check_data(data, config.task)
+    yield from check_source(data, config.task)
     yield from check_splits(data)
     yield from check_columns(data, config.task)
     yield from check_cleaning(data, training.max_length)

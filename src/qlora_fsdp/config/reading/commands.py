@@ -33,8 +33,8 @@ from qlora_fsdp.config.adapter.foreign_settings import (
     read_foreign_settings,
     remote_code_problem,
 )
-from qlora_fsdp.config.adapter.start_adapter import order_problems
-from qlora_fsdp.config.bounded_yaml import read_text
+from qlora_fsdp.config.adapter.lora_start import order_problems
+from qlora_fsdp.config.bounded_yaml import read_small_text
 from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
 from qlora_fsdp.config.reading.command_line import conf_folder
 from qlora_fsdp.config.reading.compose import load_config, print_and_exit
@@ -50,7 +50,7 @@ WITHOUT_DATA: Sections = {"data": {"path": None}}
 
 
 @dataclass
-class AdapterSettings:
+class CommandSettings:
     """The settings of every command that takes an adapter.
 
     Attributes:
@@ -61,7 +61,7 @@ class AdapterSettings:
 
 
 @dataclass
-class BaseAndAdapterSettings(AdapterSettings):
+class BaseAndAdapterSettings(CommandSettings):
     """The settings of every command that puts an adapter on its base.
 
     Attributes:
@@ -71,7 +71,7 @@ class BaseAndAdapterSettings(AdapterSettings):
     other_base: bool = False
 
 
-Settings = TypeVar("Settings", bound=AdapterSettings)
+Settings = TypeVar("Settings", bound=CommandSettings)
 
 
 def read_own_settings(argv: Sequence[str], kind: type[Settings], usage: str) -> Settings:
@@ -238,7 +238,7 @@ def _read_note(adapter: str | None, name: str) -> str | None:
     if adapter is None:
         return None
     try:
-        text = read_text(Path(adapter).expanduser() / SETTINGS_FILE)  # a link, in the hub's cache
+        text = read_small_text(Path(adapter).expanduser() / SETTINGS_FILE)  # a link, in the hub's cache
     except (OSError, ValueError):
         return None
     found = re.search(rf"^{name}: (\w+)$", text, re.MULTILINE)

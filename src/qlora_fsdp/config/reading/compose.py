@@ -27,7 +27,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.startup import is_first_rank
 from qlora_fsdp.common.text import first_line
-from qlora_fsdp.config.adapter.start_adapter import (
+from qlora_fsdp.config.adapter.lora_start import (
     FindStart,
     find_contradictions,
     read_start,

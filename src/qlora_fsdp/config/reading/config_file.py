@@ -24,7 +24,7 @@ from typing import Any
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.adapter.foreign_settings import find_forbidden, is_instruction, quote_setting, unplain_problems
-from qlora_fsdp.config.bounded_yaml import parse_settings, read_text
+from qlora_fsdp.config.bounded_yaml import parse_settings, read_small_text
 from qlora_fsdp.config.reading.command_line import default_options, group_options
 from qlora_fsdp.config.reading.overrides import is_path
 from qlora_fsdp.config.schema import Owner
@@ -53,7 +53,7 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
         ConfigError: the file can't be read, names what is no setting, or carries what no file may. Names every mistake.
     """
     try:
-        found = parse_settings(read_text(file))
+        found = parse_settings(read_small_text(file))
     except (OSError, ValueError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else error)
         problem = Problem(
@@ -129,7 +129,7 @@ def _set_by(file: Path, group: str) -> Iterator[str]:
     if not file.is_file():  # nobody waits for a pipe
         return
     try:
-        text = read_text(file)
+        text = read_small_text(file)
         values = parse_settings(text)
     except (OSError, ValueError):
         return
@@ -153,7 +153,7 @@ def read_experiment(file: Path) -> dict[Any, Any]:
         ConfigError: it can't be read, stands for more than a file of settings has, or tells Hydra what to run.
     """
     try:
-        text = read_text(file)
+        text = read_small_text(file)
         values = parse_settings(text)
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(str(file), f"can't be read: {shorten(str(error), 400)}.", "Correct it.")]) from None

@@ -138,7 +138,7 @@ class StreamedSequences:
     def _make_ahead(self) -> Future[Window] | None:
         """Begins to make the next window, unless the run ends before it."""
         place = self._windows[-1].next_place
-        return threads.begin(partial(self._make, place), "stream") if place.sequence < self.num_sequences else None
+        return threads.begin_call(partial(self._make, place), "stream") if place.sequence < self.num_sequences else None
 
     def _make(self, place: Place) -> Window:
         window = self.maker.make(place)

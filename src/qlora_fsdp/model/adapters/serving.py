@@ -189,7 +189,7 @@ def find_renamed(model: nn.Module, stored: Mapping[str, Stored | None]) -> dict[
     return renamed
 
 
-def settings_of(model: peft.PeftModel) -> peft.LoraConfig:
+def peft_settings(model: peft.PeftModel) -> peft.LoraConfig:
     """PEFT's settings of the adapter."""
     settings = model.peft_config[ADAPTER]
     assert isinstance(settings, peft.LoraConfig)

@@ -25,7 +25,7 @@ from torch import nn
 
 from qlora_fsdp.common.errors import Interrupted, StopNow
 from qlora_fsdp.common.files import find_room, write_elsewhere
-from qlora_fsdp.model.adapters.write import gather_trainable
+from qlora_fsdp.model.adapters.write_adapter import gather_trainable
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes

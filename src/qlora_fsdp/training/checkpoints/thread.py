@@ -111,7 +111,7 @@ class CheckpointThread:
         snapshot = self.host_copy.take(self.model, self.optimizer)
         self.last_time = time.monotonic()
         self.stalls.append(self.last_time - started)
-        result = threads.begin(partial(self._work, content, snapshot), "checkpoint")
+        result = threads.begin_call(partial(self._work, content, snapshot), "checkpoint")
         self._write = _Write(folder, step, self.stalls[-1], result)
 
     def wait(self, at_most_seconds: float | None = None, goes_on: bool = True) -> str | None:

@@ -40,8 +40,8 @@ from qlora_fsdp.generate import (
 from qlora_fsdp.runtime.run_command import check_out, log, run_command
 
 if TYPE_CHECKING:
-    from qlora_fsdp.inference.predictor import Predictor
     from qlora_fsdp.model.assemble import AssembledModel
+    from qlora_fsdp.predict.predictor import Predictor
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
@@ -68,7 +68,6 @@ examples:
 """
 
 PART = ".part"
-BATCH_SIZE = 8
 TEXTS_A_PART = 256  # of a process, completed before they are written: a text that ends makes room for the next
 Rows = list[tuple[str, dict[str, Any]]]  # places and rows
 Predict = Callable[[int, int], list[dict[str, Any]]]  # the predictions of the rows from one number to another
@@ -92,7 +91,7 @@ def predict_rows(settings: PredictSettings, config: Config, processes: Processes
     generation = _generation_of(settings)
     _check(settings, config.data, config.task, generation, processes)
     assert settings.out is not None
-    rows, digest = read_rows(config.data, config.task)
+    rows, digest = read_asked_rows(config.data, config.task)
     file = PredictionFile(
         Path(settings.out).expanduser(), _identity(settings, config.model, DataSpec.of(config), digest)
     )
@@ -103,8 +102,8 @@ def predict_rows(settings: PredictSettings, config: Config, processes: Processes
         log.info(f"Goes on behind row {num_done:,} of {len(rows):,}, which {file.part} has")
     if num_done < len(rows):
         with quick_imports():
-            from qlora_fsdp.inference.predictor import Predictor
             from qlora_fsdp.inference.trained import load_trained
+            from qlora_fsdp.predict.predictor import BATCH_SIZE, Predictor
 
         trained = load_trained(config, settings, processes, generates=config.task.is_causal)
         if config.task.is_causal:
@@ -179,7 +178,7 @@ def _not_read(data: DataConfig) -> Iterator[Problem]:
             yield Problem(show(f"data.{name}", value), reason, "Leave it out.")
 
 
-def read_rows(data: DataConfig, task: TaskConfig) -> tuple[Rows, str]:
+def read_asked_rows(data: DataConfig, task: TaskConfig) -> tuple[Rows, str]:
     """Every row with its place, and the SHA-256 of them all.
 
     Raises:

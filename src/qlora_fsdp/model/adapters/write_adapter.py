@@ -24,7 +24,7 @@ from qlora_fsdp.common.hub import LOCAL_BASE, loadable_name
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX, SETTINGS_FILE
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.model_card import CardFacts, describe_usage, is_classifier, make_card
-from qlora_fsdp.model.adapters.read import adapter_parameters
+from qlora_fsdp.model.adapters.read_adapter import adapter_parameters
 from qlora_fsdp.model.parts import general_name
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing

@@ -30,6 +30,7 @@ from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.shard import bypassing_root
 
+BATCH_SIZE = 8  # texts that a process computes at a time, where nobody says another number
 THRESHOLD = 0.5  # from which probability on one of several labels is predicted
 
 
