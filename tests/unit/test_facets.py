@@ -22,6 +22,13 @@ SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 SECTIONS = "|".join(section.name for section in fields(Config))
 WHOLE = re.compile(rf"(?:{SECTIONS})\.[a-z]\w*")
 ASSIGNED = re.compile(rf"(?<![\w./-])((?:{SECTIONS})\.[a-z]\w*)=")
+# What is read as `group.NAME`, also by the groups themselves, whose properties answer for some.
+READ = {
+    node.attr
+    for file in SOURCES
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+}
 # Files, and figures of nvidia-smi and of cgroups, which are written in the same form.
 OTHERS = {"tokenizer.json", "tokenizer.model", "model.safetensors", "slurm.json"}
 OTHERS |= {f"memory.{name}" for name in ("total", "current", "max", "stat", "limit_in_bytes", "usage_in_bytes")}
@@ -91,6 +98,12 @@ def test_a_condition_is_of_one_setting() -> None:
 def test_every_facet_is_read_somewhere() -> None:
     readers = "\n".join(file.read_text(encoding="utf-8") for file in SOURCES if file.stem != "facets")
     assert [facet.name for facet in fields(Facets) if f"facets.{facet.name}" not in readers] == []
+
+
+@pytest.mark.parametrize("key", all_settings())
+def test_every_setting_is_read_somewhere(key: str) -> None:
+    """One that nothing reads would be taken, and have no effect, without a word."""
+    assert key.rpartition(".")[2] in READ
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}/{file.stem}")
