@@ -142,7 +142,7 @@ class TestShorthands:
         (tmp_path / "a.jsonl").touch()
         argv = ["-m", "model=a/b,c/d", f"data={tmp_path}/a.jsonl", "launch.dry_run=true"]
         assert main(argv) == 0
-        assert re.findall(r"model.path=(\S+) ", capsys.readouterr().out) == ["a/b", "c/d"]
+        assert re.findall(r" model.path=(\S+) ", capsys.readouterr().out) == ["a/b", "c/d"]
 
 
 class TestDefaultData:

@@ -277,7 +277,7 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["hydra/launcher=slurm", "slurm.options=[qos=long]"], {}, "qos=long, which is no option of sbatch"),
         (["hydra/launcher=slurm", "slurm.time=soon"], {}, "Set slurm.time=24:00:00"),
         (["hydra/launcher=slurm", "slurm.time=2:00"], {}, "slurm.time=2:00 is 120 seconds to SLURM"),
-        (["hydra/launcher=slurm", "slurm.time=0-0:2"], {}, "is 120 seconds to SLURM"),
+        (["hydra/launcher=slurm", "slurm.time=2"], {}, "slurm.time=2 is 120 seconds to SLURM"),
         (["-m", "training.seed=1,2", "training.global_batch_size=3", "launch.num_processes=2"], {}, "size=4"),
     ],
 )

@@ -19,15 +19,15 @@ from qlora_fsdp.common.errors import ConfigError, Problem, UserError, print_erro
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.common.text import first_line, for_stdout, printable, shorten
-from qlora_fsdp.config.bounded_yaml import parse_settings, read_text
+from qlora_fsdp.config.bounded_yaml import parse_settings, read_small_text
 from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.convert.accelerate import convert_accelerate
 from qlora_fsdp.config.convert.axolotl import convert_axolotl
 from qlora_fsdp.config.convert.llama_factory import convert_llama_factory
 from qlora_fsdp.config.convert.their_settings import TheirSettings
 from qlora_fsdp.config.convert.trl import DEFAULTS, convert_trl, find_trainer
-from qlora_fsdp.config.identity import sections_of
 from qlora_fsdp.config.reading.compose import load_config
+from qlora_fsdp.config.recorded import sections_of
 
 PROJECTS = ("axolotl", "llama_factory", "trl", "accelerate")
 USAGE = f"""\
@@ -92,7 +92,7 @@ def convert_file(file: Path, of: str | None = None, gpus: int = 1, trainer: str 
         ConfigError: the file can't be read, or is of no known project.
     """
     try:
-        values = {str(key): value for key, value in parse_settings(read_text(file)).items()}
+        values = {str(key): value for key, value in parse_settings(read_small_text(file)).items()}
     except (OSError, ValueError) as error:
         reason = f"can't be read: {shorten(first_line(error), 400)}."
         raise ConfigError([Problem(str(file), reason, "Name a YAML file of settings.")]) from None

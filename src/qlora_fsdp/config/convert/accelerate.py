@@ -34,7 +34,7 @@ REASONS = {
     "deepspeed_config": SHARDED_HERE,
     "megatron_lm_config": SHARDED_HERE,
     "dynamo_config": "steps are CUDA graphs (compute.cuda_graph)",
-    "gpu_ids": "set launch.devices",
+    "gpu_ids": "export CUDA_VISIBLE_DEVICES",
     "enable_cpu_affinity": "nothing to set",
 }
 

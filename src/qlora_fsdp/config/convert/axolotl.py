@@ -369,11 +369,11 @@ def _convert_trackers(theirs: TheirSettings) -> None:
         theirs.put("tracking.report_to", trackers)
     for name in ("mlflow_experiment_name", "trackio_project", "wandb_project"):
         theirs.rename({name: "tracking.project"})
-    theirs.rename({"wandb_entity": "tracking.entity"})
     mode = theirs.take("wandb_mode")
     if mode in ("offline", "disabled"):
         theirs.put("tracking.wandb_mode", mode)
-    theirs.drop({"mlflow_tracking_uri": "export MLFLOW_TRACKING_URI", "comet_project_name": "not here"})
+    theirs.drop({"mlflow_tracking_uri": "export MLFLOW_TRACKING_URI", "wandb_entity": "export WANDB_ENTITY"})
+    theirs.drop({"comet_project_name": "not here"})
     convert_place(theirs, theirs.take("output_dir"), theirs.take("wandb_name") or theirs.take("wandb_run_name"))
 
 
