@@ -27,16 +27,7 @@ from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.data.chats.turns import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
-from qlora_fsdp.inference.merge_weights import (
-    Merge,
-    ParameterChange,
-    WeightMerger,
-    check_shared_layers,
-    find_parameter_changes,
-    find_uses,
-    quantized_if_wanted,
-    takes_codes,
-)
+from qlora_fsdp.inference import merge_weights
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.experts.llama4 import Llama4Moe
 from qlora_fsdp.model.adapters.apply import base_linears
@@ -52,10 +43,10 @@ BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
 # What an adapter's matrices are multiplied by follows from these settings of its adapter_config.json.
 SCALING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-NO_CHANGE = ParameterChange(Path(), {})
+NO_CHANGE = merge_weights.ParameterChange(Path(), {})
 
 
-def merge_files(merge: Merge) -> None:
+def merge_files(merge: merge_weights.Merge) -> None:
     """Write config, tokenizer and weights of the merged model to `merge.out`.
 
     Raises:
@@ -72,8 +63,8 @@ def merge_files(merge: Merge) -> None:
         )
     if merge.quantize is not None:
         _check_quantized(merge)
-    changes = find_parameter_changes(merge.trained.model.base, merge.adapter)
-    check_shared_layers(merge.trained.model.base, changes)
+    changes = merge_weights.find_parameter_changes(merge.trained.model.base, merge.adapter)
+    merge_weights.check_shared_layers(merge.trained.model.base, changes)
     with merging_to(merge.out):
         _open_folder(merge)
         untied = _write_weights(merge, changes)
@@ -93,7 +84,7 @@ def merging_to(out: Path) -> Iterator[None]:
         raise RunFolderError(f"out={out} can't be written: {error}. Free space there, or set another.") from error
 
 
-def _open_folder(merge: Merge) -> None:
+def _open_folder(merge: merge_weights.Merge) -> None:
     """Make the folder, or take one in which the same merge was cut off."""
     lora = read_adapter_config(merge.adapter, "adapter")
     record = {
@@ -114,7 +105,7 @@ def _open_folder(merge: Merge) -> None:
     write_json(file, record)
 
 
-def _write_weights(merge: Merge, changes: dict[str, ParameterChange]) -> bool:
+def _write_weights(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> bool:
     """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
     _refuse_composed(merge, changes)
     extra = _find_extra(merge, changes)
@@ -122,8 +113,8 @@ def _write_weights(merge: Merge, changes: dict[str, ParameterChange]) -> bool:
     if extra and SINGLE_NAME in by_file:  # transformers takes a file of that name for the whole model
         by_file[BASE_NAME] = by_file.pop(SINGLE_NAME)
     assignments = _by_key(merge)
-    uses = find_uses(merge.meta.assignments)
-    merger = WeightMerger(merge, changes)
+    uses = merge_weights.find_uses(merge.meta.assignments)
+    merger = merge_weights.WeightMerger(merge, changes)
     weight_map: dict[str, str] = {}
     for name, tensors in tqdm(by_file.items(), desc="Merging", unit="file", disable=None):
         target = merge.out / name
@@ -135,7 +126,7 @@ def _write_weights(merge: Merge, changes: dict[str, ParameterChange]) -> bool:
                     value = merger.merged_weight(assignment)
                 else:
                     value = merger.merged_pieces(stored, uses.get(stored.key, []))
-                found |= quantized_if_wanted(stored.key, value, assignment, merge)
+                found |= merge_weights.quantized_if_wanted(stored.key, value, assignment, merge)
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
     if extra:
@@ -149,7 +140,7 @@ def _write_weights(merge: Merge, changes: dict[str, ParameterChange]) -> bool:
     return any(assignment.stored is not None for assignment in extra.values())
 
 
-def _by_key(merge: Merge) -> dict[str, Assignment]:
+def _by_key(merge: merge_weights.Merge) -> dict[str, Assignment]:
     """The weights of the model that are one tensor in the base's files, by the key of that."""
     by_key: dict[str, Assignment] = {}
     for assignment in merge.meta.assignments:
@@ -158,7 +149,7 @@ def _by_key(merge: Merge) -> dict[str, Assignment]:
     return by_key
 
 
-def _find_left_out(merge: Merge) -> set[str]:
+def _find_left_out(merge: merge_weights.Merge) -> set[str]:
     """The keys of tensors in the base's files that the result does not need."""
     all_tensors = merge.trained.files.tensors
     assignments = _by_key(merge)
@@ -169,12 +160,12 @@ def _find_left_out(merge: Merge) -> set[str]:
         if isinstance(assignment.stored, ScaledTensor):
             left_out |= {key for key in all_tensors if key.endswith(UNUSED)}
     if merge.meta.head:  # of a classifier: the base has a head of its own, which nothing uses
-        used = {*assignments, *find_uses(merge.meta.assignments)}
+        used = {*assignments, *merge_weights.find_uses(merge.meta.assignments)}
         left_out |= all_tensors.keys() - used
     return left_out
 
 
-def _find_merged(merge: Merge) -> dict[str, list[StoredTensor]]:
+def _find_merged(merge: merge_weights.Merge) -> dict[str, list[StoredTensor]]:
     """The tensors of the base's files that the result has too, by the names of the files."""
     left_out = _find_left_out(merge)
     by_file: dict[str, list[StoredTensor]] = {}
@@ -184,7 +175,7 @@ def _find_merged(merge: Merge) -> dict[str, list[StoredTensor]]:
     return by_file
 
 
-def _check_quantized(merge: Merge) -> None:
+def _check_quantized(merge: merge_weights.Merge) -> None:
     """Refuse a quantized result that transformers would not load, or that would have no codes.
 
     Raises:
@@ -194,13 +185,13 @@ def _check_quantized(merge: Merge) -> None:
     reason = None
     if any(isinstance(module, Llama4Moe) for module in model.modules()):
         reason = "in quantized files of Llama 4 transformers looks for a layer for each expert, which there is none of"
-    elif not any(takes_codes(layer, merge) for _, layer in base_linears(model)):
+    elif not any(merge_weights.takes_codes(layer, merge) for _, layer in base_linears(model)):
         reason = f"transformers loads codes for no layer of {type(model).__name__}"
     if reason is not None:
         raise CheckpointError(f"quantize={merge.quantize} can't be used: {reason}. Leave quantize out.")
 
 
-def _refuse_composed(merge: Merge, changes: dict[str, ParameterChange]) -> None:
+def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> None:
     """Tensors of the files that the model splits or joins stay as they are, and so have no codes and no new rows.
 
     Raises:
@@ -223,7 +214,7 @@ def _refuse_composed(merge: Merge, changes: dict[str, ParameterChange]) -> None:
         )
 
 
-def _find_extra(merge: Merge, changes: dict[str, ParameterChange]) -> dict[str, Assignment]:
+def _find_extra(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> dict[str, Assignment]:
     """Find what the base's files lack.
 
     These are a new head and, of two tied weights of which the adapter changes one, the one that the files do not name.
@@ -240,7 +231,7 @@ def _find_extra(merge: Merge, changes: dict[str, ParameterChange]) -> dict[str, 
     return extra
 
 
-def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
+def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool) -> None:
     """Write config.json with what the merge changed, and copy the other small files of base and adapter."""
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in (".json", ".txt", ".jinja", ".model", ".py") and "safetensors" not in file.name
@@ -266,7 +257,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        plain = {name for name, layer in base_linears(merge.meta.model) if not takes_codes(layer, merge)}
+        plain = {name for name, layer in base_linears(merge.meta.model) if not merge_weights.takes_codes(layer, merge)}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -280,7 +271,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     write_json(merge.out / "config.json", config)
 
 
-def _write_stops(merge: Merge) -> None:
+def _write_stops(merge: merge_weights.Merge) -> None:
     """Adds the tokens at which answers ended in training to the generation_config.json, so that servers stop there.
 
     A base model's file names the end of a text alone, and an adapter may have learned to end with another token.

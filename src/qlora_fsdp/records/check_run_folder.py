@@ -21,25 +21,7 @@ from qlora_fsdp.config.checks.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config, RunConfig
 from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
-from qlora_fsdp.records.run_state import (
-    ATTEMPT,
-    CHECKPOINTS,
-    CONFIG_FILE,
-    CONSOLE_FILE,
-    ENVIRONMENT_FILE,
-    LOCK,
-    MANIFEST,
-    MLFLOW_FILE,
-    RECORDS,
-    STREAM_FILE,
-    SUMMARY_FILE,
-    WANDB_FILE,
-    RunState,
-    checkpoint_folders,
-    is_finished,
-    read_json,
-    read_run,
-)
+from qlora_fsdp.records import run_state
 
 
 def check(config: Config, world: World) -> None:
@@ -76,15 +58,15 @@ def check_run_folder(run: RunConfig) -> Iterator[Problem]:
         yield problem_about("run.folder", run.folder, f"can't be written: no permission in {nearest}.", fix)
     elif obstacle := find_obstacle(folder):
         yield problem_about("run.folder", run.folder, *obstacle)
-    elif not run.overwrite and is_finished(folder):
+    elif not run.overwrite and run_state.is_finished(folder):
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
-        state = read_run(folder)
+        state = run_state.read_run(folder)
         if state.adapter is not None:
             fix += f" To train its adapter further, set another run.name= and {show('lora.start', str(state.adapter))}."
         yield problem_about("run.folder", run.folder, f"already holds a finished run{_describe(state)}.", fix)
 
 
-def _describe(state: RunState) -> str:
+def _describe(state: run_state.RunState) -> str:
     """Describe what a finished run has left, as the end of a sentence."""
     parts = []
     if state.step is not None:
@@ -102,24 +84,24 @@ MADE_BY = "qlora-fsdp"
 # checkpoint is known by its own manifest.
 OWN_NAMES = (
     "adapter",
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    SUMMARY_FILE,
-    WANDB_FILE,
-    MLFLOW_FILE,
-    STREAM_FILE,
-    *RECORDS,
-    ATTEMPT,
-    LOCK,
+    run_state.CONFIG_FILE,
+    run_state.ENVIRONMENT_FILE,
+    run_state.SUMMARY_FILE,
+    run_state.WANDB_FILE,
+    run_state.MLFLOW_FILE,
+    run_state.STREAM_FILE,
+    *run_state.RECORDS,
+    run_state.ATTEMPT,
+    run_state.LOCK,
 )
-OWN_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-\d{{8,}}")  # the name that a run gives it
+OWN_CHECKPOINT = re.compile(rf"{run_state.CHECKPOINTS}/step-\d{{8,}}")  # the name that a run gives it
 # What no link may be, because a run writes there, or its job.
-FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, CONSOLE_FILE, "wandb")
+FOLLOWED = (*OWN_NAMES, MARKER, run_state.CHECKPOINTS, run_state.CONSOLE_FILE, "wandb")
 
 
 def is_marked(folder: Path) -> bool:
     """Whether a run has made this folder its own."""
-    return read_json(folder / MARKER).get("made_by") == MADE_BY
+    return run_state.read_json(folder / MARKER).get("made_by") == MADE_BY
 
 
 def mark(folder: Path) -> None:
@@ -135,8 +117,8 @@ def mark(folder: Path) -> None:
 
 def _find_unknown_checkpoints(folder: Path) -> list[str]:
     """The checkpoints of a run folder that are not whole or no run's, as paths in it."""
-    found = checkpoint_folders(folder / CHECKPOINTS)
-    return [f"{CHECKPOINTS}/{path.name}" for path in found if not is_checkpoint(path)]
+    found = run_state.checkpoint_folders(folder / run_state.CHECKPOINTS)
+    return [f"{run_state.CHECKPOINTS}/{path.name}" for path in found if not is_checkpoint(path)]
 
 
 def find_obstacle(folder: Path) -> tuple[str, str] | None:
@@ -150,7 +132,7 @@ def find_obstacle(folder: Path) -> tuple[str, str] | None:
     have_own_names = all(OWN_CHECKPOINT.fullmatch(name) for name in unknown)
     if unknown and have_own_names and not others:  # copied in part, perhaps
         fix = "Move this away: the same command then goes on from the checkpoint before, if there is one."
-        return f"holds {', '.join(unknown)}, whose {MANIFEST} is missing or damaged.", fix
+        return f"holds {', '.join(unknown)}, whose {run_state.MANIFEST} is missing or damaged.", fix
     others += unknown
     if others:
         fix = "Set another run.name= or run.folder=, or move these away. Only what a run has written is replaced."
@@ -162,12 +144,12 @@ def _find_links(folder: Path) -> list[str]:
     """The links in a run folder at places where a run writes."""
     links = [name for name in FOLLOWED if (folder / name).is_symlink()]
     if not links:  # checkpoints/ is a folder of its own
-        steps = checkpoint_folders(folder / CHECKPOINTS)
-        links = [f"{CHECKPOINTS}/{path.name}" for path in steps if path.is_symlink()]
+        steps = run_state.checkpoint_folders(folder / run_state.CHECKPOINTS)
+        links = [f"{run_state.CHECKPOINTS}/{path.name}" for path in steps if path.is_symlink()]
     return links
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a manifest such as a run writes, so that it is a checkpoint, be it a damaged one."""
-    manifest = read_json(folder / MANIFEST)
+    manifest = run_state.read_json(folder / run_state.MANIFEST)
     return not folder.is_symlink() and {"sha256", "step", "files"} <= manifest.keys()

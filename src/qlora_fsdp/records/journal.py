@@ -24,18 +24,10 @@ from qlora_fsdp.config.recorded import sections_of
 from qlora_fsdp.config.schema import TrackerName, TrackingConfig
 from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, lacks_wandb_key
+from qlora_fsdp.records import run_state
 from qlora_fsdp.records.console import COLOR, show_live
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import log, writing
-from qlora_fsdp.records.run_state import (
-    GENERATIONS_FILE,
-    METRICS_FILE,
-    MLFLOW_FILE,
-    TENSORBOARD_FOLDER,
-    WANDB_FILE,
-    read_json,
-    read_metrics,
-)
 
 ROWS_BETWEEN_HEADERS = 30
 # Name, least width, format and key of each figure; evaluations and hosts without GPUs lack some.
@@ -117,8 +109,8 @@ class Journal:
         self.table = ProgressTable(num_steps)
         if is_main:
             with writing(folder):
-                _drop_later_lines(folder / METRICS_FILE, first_step)
-                _drop_later_lines(folder / GENERATIONS_FILE, first_step)
+                _drop_later_lines(folder / run_state.METRICS_FILE, first_step)
+                _drop_later_lines(folder / run_state.GENERATIONS_FILE, first_step)
         self.trackers: list[Tracker] = start_trackers(folder, tracking, first_step) if is_main else []
 
     def step(self, figures: dict[str, Any]) -> None:
@@ -158,7 +150,7 @@ class Journal:
             return
         rows = [{"step": step, **row} for row in rows]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self.records.append(GENERATIONS_FILE, text)
+        self.records.append(run_state.GENERATIONS_FILE, text)
         self._tell(lambda tracker: tracker.generations(rows, step))
 
     def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
@@ -170,7 +162,7 @@ class Journal:
 
     def used_steps(self) -> list[tuple[float, float]]:
         """(loss, gradient norm) of the steps before this start whose gradient was used. Only rank 0 calls this."""
-        lines = [line for line in read_metrics(self.folder) if "loss" in line and not line.get("skipped")]
+        lines = [line for line in run_state.read_metrics(self.folder) if "loss" in line and not line.get("skipped")]
         return [(line["loss"], line["grad_norm"]) for line in lines]
 
     def close(self, summary: dict[str, Any]) -> None:
@@ -186,7 +178,7 @@ class Journal:
 
     def _write(self, figures: dict[str, Any]) -> None:
         if self.is_main:
-            self.records.append(METRICS_FILE, json.dumps(figures) + "\n")
+            self.records.append(run_state.METRICS_FILE, json.dumps(figures) + "\n")
         numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
         self._tell(lambda tracker: tracker.log(numbers, figures["step"]))
 
@@ -265,8 +257,8 @@ class WandbTracker:
 
         self.log_adapter = spec.log_adapter
         self.last_step = 0
-        file = folder / WANDB_FILE
-        run_id = (read_json(file).get("id") if resumes else None) or secrets.token_hex(4)
+        file = folder / run_state.WANDB_FILE
+        run_id = (run_state.read_json(file).get("id") if resumes else None) or secrets.token_hex(4)
         with writing(folder):
             write_json(file, {"id": run_id})
         start = partial(
@@ -321,8 +313,8 @@ class TensorBoardTracker:
 
         # When a run resumes, TensorBoard drops what came after the checkpoint.
         purge = first_step + 1 if first_step else None
-        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
-        log.info(f"TensorBoard: tensorboard --logdir {folder / TENSORBOARD_FOLDER}")
+        self.writer: Any = SummaryWriter(str(folder / run_state.TENSORBOARD_FOLDER), purge_step=purge)
+        log.info(f"TensorBoard: tensorboard --logdir {folder / run_state.TENSORBOARD_FOLDER}")
 
     def log(self, figures: dict[str, float], step: int) -> None:
         for name, value in figures.items():
@@ -345,8 +337,8 @@ class MlflowTracker:
 
         self.log_adapter = spec.log_adapter
         self.mlflow = mlflow
-        file = folder / MLFLOW_FILE
-        run_id = read_json(file).get("id") if resumes else None
+        file = folder / run_state.MLFLOW_FILE
+        run_id = run_state.read_json(file).get("id") if resumes else None
         if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
             mlflow.set_experiment(spec.project)
         run = mlflow.start_run(run_id=run_id, run_name=spec.run_name)

@@ -23,15 +23,7 @@ from qlora_fsdp.config.adapter.adapter_config import (
 )
 from qlora_fsdp.config.adapter.lora_start import typed_folder
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
-from qlora_fsdp.records.run_state import (
-    ATTEMPT,
-    CHECKPOINTS,
-    START_FOLDER,
-    checkpoint_folders,
-    describe_attempt,
-    is_finished,
-    read_json,
-)
+from qlora_fsdp.records import run_state
 
 
 def checkpoint_to_resume(run: RunConfig, settings: CheckpointConfig) -> Path | None:
@@ -41,7 +33,7 @@ def checkpoint_to_resume(run: RunConfig, settings: CheckpointConfig) -> Path | N
     resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` counted for the first start, and do not
     count again. Whether the folder holds a checkpoint is not checked here.
     """
-    own = checkpoint_folders(own_checkpoints(run))
+    own = run_state.checkpoint_folders(own_checkpoints(run))
     resume = settings.resume
     if own and is_restart(run):
         return own[-1]
@@ -54,13 +46,13 @@ def checkpoint_to_resume(run: RunConfig, settings: CheckpointConfig) -> Path | N
 
 def own_checkpoints(run: RunConfig) -> Path:
     """The folder of the run's own checkpoints."""
-    return Path(run.folder).expanduser().resolve() / CHECKPOINTS
+    return Path(run.folder).expanduser().resolve() / run_state.CHECKPOINTS
 
 
 def is_restart(run: RunConfig) -> bool:
     """Whether an earlier attempt of this same launch has begun to train in the run folder."""
-    before = read_json(Path(run.folder).expanduser() / ATTEMPT)
-    now = describe_attempt(os.environ)
+    before = run_state.read_json(Path(run.folder).expanduser() / run_state.ATTEMPT)
+    now = run_state.describe_attempt(os.environ)
     restarts = before.get("restarts")
     is_whole = isinstance(restarts, list) and all(type(number) is int for number in restarts)
     return is_whole and before.get("launch") == now["launch"] and restarts < now["restarts"]
@@ -72,9 +64,9 @@ def find_start(config: Config) -> Path:
     run_folder = own_checkpoints(config.run).parent
     copy = None
     if checkpoint is not None:
-        copy = checkpoint.parent.parent / START_FOLDER
-    elif not config.run.overwrite and is_finished(run_folder):
-        copy = run_folder / START_FOLDER  # a job of a sweep that has nothing left to do
+        copy = checkpoint.parent.parent / run_state.START_FOLDER
+    elif not config.run.overwrite and run_state.is_finished(run_folder):
+        copy = run_folder / run_state.START_FOLDER  # a job of a sweep that has nothing left to do
     if copy is not None and (copy / ADAPTER_CONFIG).is_file():
         return copy
     return typed_folder(config)
@@ -86,7 +78,7 @@ def keep_start(folder: Path, run_folder: Path) -> None:
     Raises:
         OSError: it can't be written, or a file is none of the adapter's folder.
     """
-    target = run_folder / START_FOLDER
+    target = run_folder / run_state.START_FOLDER
     if folder.resolve() == target.resolve():
         return
     if outside := find_outside(folder):  # looked for again: they may have come since the settings were checked

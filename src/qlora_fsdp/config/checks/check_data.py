@@ -10,17 +10,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.config.data_sets import (
-    DEFAULT_SPLIT,
-    as_paths,
-    explain_split,
-    find_mistakes,
-    is_missing,
-    is_pattern,
-    match,
-    saved_splits,
-    split_name,
-)
+from qlora_fsdp.config import data_sets
 from qlora_fsdp.config.schema import (
     CHAT_TEMPLATES,
     DataConfig,
@@ -144,11 +134,11 @@ def _check_paths(key: str, value: Any) -> Iterator[Problem]:
         fix = f"Set {key} to a file, a folder, a pattern, a hub name, or a list such as [a.jsonl,b.jsonl]."
         yield problem_about(key, value, f"must be {all_settings()[key].expected}.", fix)
         return
-    for path in as_paths(value):
-        if not is_missing(path):
+    for path in data_sets.as_paths(value):
+        if not data_sets.is_missing(path):
             continue
         named = "" if value == path else f"names {path}, which "
-        if is_pattern(path):
+        if data_sets.is_pattern(path):
             reason = f"{named}matches no file, seen from {Path.cwd()}."
             fix = f"Set {key} to a pattern that does, to a folder, whose files are all read, or to a list of files."
             yield problem_about(key, value, reason, fix + several_data_sets(key))
@@ -161,7 +151,7 @@ def check_splits(data: DataConfig) -> Iterator[Problem]:
     """Yields splits that can't be read, and those that the files here do not have."""
     splits = {"data.split": data.split, "data.eval_split": data.eval_split}
     for key, split in splits.items():
-        reason = None if split is None else explain_split(split)
+        reason = None if split is None else data_sets.explain_split(split)
         if reason is not None:
             yield problem_about(key, split, f"{reason}.", _SPLIT_FIX)
     yield from _check_absent_splits(data)
@@ -172,13 +162,13 @@ def _check_absent_splits(data: DataConfig) -> Iterator[Problem]:
 
     A split of data.path is none of data.eval_path, for which nobody gave it. Those of hub data sets are not known yet.
     """
-    find = cache(match)  # a pattern may take long, and data.eval_path is often data.path
+    find = cache(data_sets.match)  # a pattern may take long, and data.eval_path is often data.path
     for setting, key, split, path in _find_splits(data):
-        if "://" in path or explain_split(split) is not None:
+        if "://" in path or data_sets.explain_split(split) is not None:
             continue
         found = find(path)
-        splits = saved_splits(found)
-        if not found or split_name(split) in (splits or [DEFAULT_SPLIT]):
+        splits = data_sets.saved_splits(found)
+        if not found or data_sets.split_name(split) in (splits or [data_sets.DEFAULT_SPLIT]):
             continue
         has = "which has no splits: all its rows are train"
         fix = f"Leave {key} out."
@@ -190,10 +180,10 @@ def _check_absent_splits(data: DataConfig) -> Iterator[Problem]:
 
 def _find_splits(data: DataConfig) -> Iterator[tuple[str, str, str, str]]:
     """The setting, what a user calls it, the split that it asks for, and the path of which it asks that."""
-    for path in as_paths(data.path):
+    for path in data_sets.as_paths(data.path):
         yield "data.split", "data.split", data.split, path
     if data.eval_split is not None:
-        for path in as_paths(data.eval_path):
+        for path in data_sets.as_paths(data.eval_path):
             yield "data.eval_split", "data.eval_split", data.eval_split, path
     for path, value in data.mix.items():
         own = value.get("split") if isinstance(value, dict) else None
@@ -287,7 +277,7 @@ def check_mix_values(data: DataConfig) -> Iterator[Problem]:
     """Yields what is wrong with the values of `data.mix`, wherever its data sets are."""
     fix = "Write {path: weight} or {path: {weight: 2, max_rows: 5000}}, with weights above 0."
     for path, value in data.mix.items():
-        for mistake in find_mistakes(value):
+        for mistake in data_sets.find_mistakes(value):
             yield problem_with(data, "data.mix", f"names {path}, which {mistake}.", fix)
 
 
@@ -321,10 +311,10 @@ def _check_data_set(data: DataConfig, path: str, own: Mapping[str, Any]) -> Iter
         fix = "Write one of these, or leave it out for that of data.chat_template or the tokenizer."
         yield problem_with(data, "data.mix", reason, fix)
     split = own.get("split")
-    no_split = explain_split(split) if isinstance(split, str) else None
+    no_split = data_sets.explain_split(split) if isinstance(split, str) else None
     if no_split is not None:
         yield problem_with(data, "data.mix", f"names {path}, whose split {split} {no_split}.", _SPLIT_FIX)
-    if is_missing(path):
+    if data_sets.is_missing(path):
         reason = f"names {path}, which does not exist, seen from {Path.cwd()}."
         yield problem_with(data, "data.mix", reason, "Set data.mix={path: weight, ...} with files or folders that do.")
 

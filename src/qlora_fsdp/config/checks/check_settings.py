@@ -12,42 +12,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_whole, plural
-from qlora_fsdp.config.checks.check_data import (
-    check_cleaning,
-    check_columns,
-    check_evaluation,
-    check_mix,
-    check_source,
-    check_splits,
-    check_streaming,
-)
-from qlora_fsdp.config.checks.check_launch import check_accelerate_file, check_time_limit
-from qlora_fsdp.config.checks.check_model import (
-    check_compute,
-    check_embeddings,
-    check_lora,
-    check_model,
-    check_packages,
-    check_quant,
-    check_rope_scaling,
-    check_tokens,
-)
-from qlora_fsdp.config.checks.check_task import (
-    check_compared_rows,
-    check_labelled_rows,
-    check_labels,
-    check_preference,
-)
-from qlora_fsdp.config.checks.check_training import (
-    check_checkpoints,
-    check_context_parallel,
-    check_fsdp,
-    check_optim,
-    check_repeatable,
-    check_repository,
-    check_steps,
-    check_tiles,
-)
+from qlora_fsdp.config.checks import check_data, check_launch, check_model, check_task, check_training
 from qlora_fsdp.config.schema import (
     ComputeConfig,
     Config,
@@ -99,7 +64,7 @@ def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
     problems = list(_find_problems(config))
     if not needs.plans_only:
-        problems += check_packages(config.model)
+        problems += check_model.check_packages(config.model)
     return [problem for problem in problems if needs.concern(config, problem)]
 
 
@@ -113,37 +78,37 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     tracking = config.tracking
     training = config.training
     yield from check_facets({key: value_of(config, key) for key in all_settings()})
-    yield from check_model(model, is_dry_run=data.format is DataFormat.random)
-    yield from check_rope_scaling(model)
-    yield from check_tokens(config.tokenizer)
-    yield from check_compute(config.compute, quant, training.precision)
-    yield from check_quant(quant, training.precision)
-    yield from check_embeddings(quant, lora, config.tokenizer)
-    yield from check_lora(lora, quant)
-    yield from check_source(data, config.task)
-    yield from check_splits(data)
-    yield from check_columns(data, config.task)
-    yield from check_cleaning(data, training.max_length)
-    yield from check_evaluation(data, training, tracking, config.task)
-    yield from check_mix(data)
-    yield from check_streaming(data, config.task, training.max_steps)
-    yield from check_labels(config.task)
-    yield from check_labelled_rows(config.task, data, training)
-    yield from check_compared_rows(task, data, training)
-    yield from check_preference(task, config.kernels, lora, config.tokenizer)
-    yield from check_fsdp(config.fsdp, config.optim)
-    yield from check_tiles(config.memory, lora)
-    yield from check_optim(config.optim, training.max_steps)
-    yield from check_steps(training, data)
-    yield from check_repeatable(training, model.attn_implementation)
-    yield from check_checkpoints(config.checkpoint, training)
-    yield from check_context_parallel(
+    yield from check_model.check_model(model, is_dry_run=data.format is DataFormat.random)
+    yield from check_model.check_rope_scaling(model)
+    yield from check_model.check_tokens(config.tokenizer)
+    yield from check_model.check_compute(config.compute, quant, training.precision)
+    yield from check_model.check_quant(quant, training.precision)
+    yield from check_model.check_embeddings(quant, lora, config.tokenizer)
+    yield from check_model.check_lora(lora, quant)
+    yield from check_data.check_source(data, config.task)
+    yield from check_data.check_splits(data)
+    yield from check_data.check_columns(data, config.task)
+    yield from check_data.check_cleaning(data, training.max_length)
+    yield from check_data.check_evaluation(data, training, tracking, config.task)
+    yield from check_data.check_mix(data)
+    yield from check_data.check_streaming(data, config.task, training.max_steps)
+    yield from check_task.check_labels(config.task)
+    yield from check_task.check_labelled_rows(config.task, data, training)
+    yield from check_task.check_compared_rows(task, data, training)
+    yield from check_task.check_preference(task, config.kernels, lora, config.tokenizer)
+    yield from check_training.check_fsdp(config.fsdp, config.optim)
+    yield from check_training.check_tiles(config.memory, lora)
+    yield from check_training.check_optim(config.optim, training.max_steps)
+    yield from check_training.check_steps(training, data)
+    yield from check_training.check_repeatable(training, model.attn_implementation)
+    yield from check_training.check_checkpoints(config.checkpoint, training)
+    yield from check_training.check_context_parallel(
         config.distributed, config.task.name, training, tracking, model.attn_implementation
     )
-    yield from check_accelerate_file(config.launch)
-    yield from check_time_limit(config.slurm)
+    yield from check_launch.check_accelerate_file(config.launch)
+    yield from check_launch.check_time_limit(config.slurm)
     yield from check_trackers(tracking)
-    yield from check_repository(config.hub)
+    yield from check_training.check_repository(config.hub)
 
 
 def check_facets(values: dict[str, Any]) -> Iterator[Problem]:

@@ -21,18 +21,8 @@ from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub import loadable_name
+from qlora_fsdp.config.adapter import foreign_settings
 from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE, adapter_problems
-from qlora_fsdp.config.adapter.foreign_settings import (
-    BASE_FINGERPRINT,
-    REMOTE_CODE,
-    STARTED_FROM,
-    TRAINED_ON,
-    described,
-    quote_setting,
-    read_base_model,
-    read_foreign_settings,
-    remote_code_problem,
-)
 from qlora_fsdp.config.adapter.lora_start import order_problems
 from qlora_fsdp.config.bounded_yaml import read_small_text
 from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
@@ -128,18 +118,18 @@ def load_command(
     file = Path(settings.adapter or "").expanduser() / SETTINGS_FILE
     if settings.adapter is not None:
         if file.is_file():
-            saved, wants_code = read_foreign_settings(file)
+            saved, wants_code = foreign_settings.read_foreign_settings(file)
             beneath.append(saved)
         elif "model" not in typed:
-            beneath.append({"model": {"path": read_base_model(file.parent)}})
+            beneath.append({"model": {"path": foreign_settings.read_base_model(file.parent)}})
     try:
         config = load_config(rest, partial(check_settings, needs=needs), beneath=beneath)
     except ConfigError as error:
         raise ConfigError([_with_file(problem, file, saved) for problem in error.problems]) from None
     refuse(list(order_problems(config.task, saved.get("task", {}).get("labels"), show("adapter", settings.adapter))))
-    wants_code = wants_code and not typed & {"model", REMOTE_CODE}
+    wants_code = wants_code and not typed & {"model", foreign_settings.REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
-        raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])
+        raise ConfigError([foreign_settings.remote_code_problem(file, config.model.path or config.model.name)])
     return settings, config
 
 
@@ -168,7 +158,7 @@ def _with_file(problem: Problem, file: Path, saved: Sections) -> Problem:
         return problem
     value = saved[section][name]
     is_stored = problem.what == show(problem.setting, value)
-    return replace(problem, what=quote_setting(file, problem.setting, value)) if is_stored else problem
+    return replace(problem, what=foreign_settings.quote_setting(file, problem.setting, value)) if is_stored else problem
 
 
 def saved_settings(
@@ -187,7 +177,7 @@ def saved_settings(
         base_fingerprint: fingerprint of the base's transformer layers; None for random weights.
         started_from: SHA-256 of the weights of `lora.start`; None for an adapter that began anew.
     """
-    shown = {key: value_of(config, key) for key in described() if not is_hidden(config, key)}
+    shown = {key: value_of(config, key) for key in foreign_settings.described() if not is_hidden(config, key)}
     values: dict[str, Any] = sections_of(shown)
     path = config.model.path
     if path is not None:
@@ -209,28 +199,28 @@ def saved_settings(
     if config.task.has_labels:
         values["task"]["class_weights"] = class_weights
     if trained_on is not None:
-        values[TRAINED_ON] = trained_on.value
+        values[foreign_settings.TRAINED_ON] = trained_on.value
     if base_fingerprint is not None:
-        values[BASE_FINGERPRINT] = base_fingerprint
+        values[foreign_settings.BASE_FINGERPRINT] = base_fingerprint
     if started_from is not None and config.task.name is TaskName.preference:
-        values[STARTED_FROM] = started_from
+        values[foreign_settings.STARTED_FROM] = started_from
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def read_trained_on(adapter: str | None) -> DataFormat | None:
     """Returns the form of the rows that an adapter was trained on; None if its folder does not say."""
-    note = _read_note(adapter, TRAINED_ON)
+    note = _read_note(adapter, foreign_settings.TRAINED_ON)
     return next((form for form in DataFormat if form.value == note), None)
 
 
 def read_started_from(adapter: str | None) -> str | None:
     """Returns the SHA-256 of the weights that an adapter's training started from; None if its folder names none."""
-    return _read_note(adapter, STARTED_FROM)
+    return _read_note(adapter, foreign_settings.STARTED_FROM)
 
 
 def read_base_fingerprint(adapter: str | None) -> str | None:
     """Returns the fingerprint of the base that an adapter was trained on; None if its folder names none."""
-    return _read_note(adapter, BASE_FINGERPRINT)
+    return _read_note(adapter, foreign_settings.BASE_FINGERPRINT)
 
 
 def _read_note(adapter: str | None, name: str) -> str | None:

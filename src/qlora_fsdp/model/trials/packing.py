@@ -58,25 +58,13 @@ from qlora_fsdp.layers.attention.choose import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.recurrent.packages import compute_by_packages, compute_by_torch, installed_packages
 from qlora_fsdp.model.build import AUTO_CLASSES
+from qlora_fsdp.model.trials import row_trial
 from qlora_fsdp.model.trials.attention_by_starts import BY_SEQUENCES, BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.trials.kernel_trial import KernelVerdict, try_kernels
-from qlora_fsdp.model.trials.row_trial import (
-    CPU,
-    FIRST_TOKEN,
-    Result,
-    RowTrial,
-    compute_alone,
-    embedded_by,
-    import_model_file,
-    largest_difference,
-    raise_shortage,
-    stock,
-    weights_of,
-)
 from qlora_fsdp.runtime.processes import Processes
 
 NUM_LABELS = 3
-PAD = FIRST_TOKEN - 1
+PAD = row_trial.FIRST_TOKEN - 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,7 @@ def find_traits(model: PretrainedConfig, spec: TrialSpec, processes: Processes) 
     is_gpu = processes.device.type == "cuda"
     traits = try_small(model, spec, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits, Traits)
-    import_model_file(model)
+    row_trial.import_model_file(model)
     if shared.uses_packages:
         compute_by_packages()
     else:
@@ -138,7 +126,9 @@ def find_traits(model: PretrainedConfig, spec: TrialSpec, processes: Processes) 
     return shared
 
 
-def try_small(model: PretrainedConfig, spec: TrialSpec, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
+def try_small(
+    model: PretrainedConfig, spec: TrialSpec, device: torch.device = row_trial.CPU, for_gpu: bool = True
+) -> Traits:
     """Try a small causal language model of the model's class, and a small classifier if the task has one.
 
     Args:
@@ -229,7 +219,7 @@ def why_not_packed(
     spec: TrialSpec,
     attention: str,
     dtype: torch.dtype = torch.bfloat16,
-    device: torch.device = CPU,
+    device: torch.device = row_trial.CPU,
 ) -> str | None:
     """Why rows can't be packed with a causal model; None if it keeps packed rows apart.
 
@@ -265,17 +255,17 @@ def class_name(model: PretrainedConfig) -> str:
     return found.__name__ if isinstance(found, type) else str(model.model_type)
 
 
-_TRIALS: dict[tuple[str, int], RowTrial] = {}
+_TRIALS: dict[tuple[str, int], row_trial.RowTrial] = {}
 _VERDICTS: dict[tuple[str, int, torch.device], KernelVerdict] = {}
 
 
-def _trial(model: PretrainedConfig, spec: TrialSpec) -> RowTrial:
+def _trial(model: PretrainedConfig, spec: TrialSpec) -> row_trial.RowTrial:
     """The trial of a model on the CPU, where torch computes all of it; made once in a process."""
     # Which class classifies with a multimodal model's text part is not asked: that of the text part is tried.
     tried = model if spec.task.is_causal else model.get_text_config()
     key = tried.to_json_string(use_diff=False), spec.max_length
     if key not in _TRIALS:
-        _TRIALS[key] = RowTrial(tried, spec.max_length, CPU, spec.trust_remote_code)
+        _TRIALS[key] = row_trial.RowTrial(tried, spec.max_length, row_trial.CPU, spec.trust_remote_code)
     return _TRIALS[key]
 
 
@@ -294,14 +284,14 @@ def _kernels(model: PretrainedConfig, spec: TrialSpec, device: torch.device) -> 
     return _VERDICTS[key]
 
 
-def _why_not_packed(trial: RowTrial, kernels: KernelVerdict | None, attention: str) -> str | None:
+def _why_not_packed(trial: row_trial.RowTrial, kernels: KernelVerdict | None, attention: str) -> str | None:
     """Why rows can't be packed with an implementation of attention; None if they can."""
     if kernels is not None and kernels.why_not is None:
         return kernels.why_not_packed.get(attention, trial.error)
     return trial.why_not_packed(attention)
 
 
-def _describe_recurrent(trial: RowTrial, kernels: KernelVerdict | None) -> str:
+def _describe_recurrent(trial: row_trial.RowTrial, kernels: KernelVerdict | None) -> str:
     """What computes layers that carry a state, and why."""
     if not trial.wants_one_sequence:
         return "this program's own code (layers/recurrent), which keeps packed rows apart"
@@ -324,7 +314,7 @@ def _stand_in(attention: str) -> str:
     return "sdpa" if attention == "flex_attention" else BY_STARTS_CAPPED
 
 
-def why_mask_is_needed(trial: RowTrial, auto_class: Any) -> str | None:
+def why_mask_is_needed(trial: row_trial.RowTrial, auto_class: Any) -> str | None:
     """Why attention without a mask does not compute a classifier's padded rows; None if it does.
 
     Args:
@@ -336,30 +326,30 @@ def why_mask_is_needed(trial: RowTrial, auto_class: Any) -> str | None:
     config = deepcopy(trial.small)
     config.num_labels, config.pad_token_id = NUM_LABELS, PAD
     try:
-        with stock():
-            alone = compute_alone(trial.build("eager", config, auto_class), trial.rows)
+        with row_trial.stock():
+            alone = row_trial.compute_alone(trial.build("eager", config, auto_class), trial.rows)
             padded = _compute_padded(trial.build(BY_SEQUENCES, config, auto_class), trial.rows)
     except Exception as error:  # classes and configs are transformers', or come with a model
-        raise_shortage(error)
+        row_trial.raise_shortage(error)
         return f"padded rows can't be computed without a mask ({name_error(error)})"
     of_logits, of_gradients = trial.tolerances
     for what, tolerance, found, expected in (
         ("logits", of_logits, padded.logits, alone.logits),
         ("gradients", of_gradients, padded.gradients, alone.gradients),
     ):
-        difference = largest_difference(found, expected)
+        difference = row_trial.largest_difference(found, expected)
         if not difference <= tolerance:
             return f"tokens see the padding (without a mask, {what} change by {difference:.1g} of the largest)"
     return None
 
 
-def _compute_padded(model: PreTrainedModel, rows: list[Tensor]) -> Result:
+def _compute_padded(model: PreTrainedModel, rows: list[Tensor]) -> row_trial.Result:
     """All rows in one batch, as training computes them."""
     input_ids = pad_sequence(rows, batch_first=True, padding_value=PAD).to(model.device)
-    with embedded_by(model) as embedded:
+    with row_trial.embedded_by(model) as embedded:
         found = model(input_ids=input_ids, attention_mask=(input_ids != PAD).long()).logits
     outputs = [each if each.ndim == 1 else each[: len(row)] for each, row in zip(found, rows, strict=True)]
-    total = sum((output * weights_of(index, output)).sum() for index, output in enumerate(outputs))
+    total = sum((output * row_trial.weights_of(index, output)).sum() for index, output in enumerate(outputs))
     gradient = torch.autograd.grad(total, embedded)[0]
     gradients = [each[: len(row)] for each, row in zip(gradient, rows, strict=True)]
-    return Result([output.detach() for output in outputs], gradients)
+    return row_trial.Result([output.detach() for output in outputs], gradients)
