@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,40 @@ def test_only_commands_lie_at_the_top() -> None:
     assert len(modules) <= 11
     for file in modules:
         assert 'if __name__ == "__main__":' in file.read_text(encoding="utf-8"), f"{file.name} is no command"
+
+
+# Modules of the folders above that take a whole configuration: they check it, settle what is open, or record it.
+WITH_CONFIG = {
+    "inference/trained",
+    "memory/plan_run",
+    "memory/workload",
+    "model/run_tokenizer",
+    "model/settle",
+    "records/check_run_folder",
+    "records/start_folder",
+    "runtime/run_command",
+    "tracing/model_tracer",
+    "training/checkpoints/resume",
+    "training/prepare",
+    "training/run",
+    "training/start_adapter",
+}
+
+
+def test_a_configuration_ends_where_a_run_begins() -> None:
+    """What lies below gets a spec of its own subject, and can't see the other settings (docs/design.md)."""
+    found = set()
+    for file in PACKAGE.glob("*/**/*.py"):
+        name = file.relative_to(PACKAGE).with_suffix("").as_posix()
+        imported = {
+            each.name
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module == "qlora_fsdp.config.schema"
+            for each in node.names
+        }
+        if "Config" in imported and name.partition("/")[0] not in ("config", "launch", "predict", "python"):
+            found.add(name)
+    assert found == WITH_CONFIG
 
 
 def test_the_files_that_are_marked_slow_are_there() -> None:
