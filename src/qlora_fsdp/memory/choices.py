@@ -11,10 +11,10 @@ from itertools import combinations
 from math import gcd
 from typing import Any
 
-from qlora_fsdp.config.world import AUTO, round_default
 from qlora_fsdp.config.checks.check_training import check_context_parallel, explain_no_tiles
 from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.world import AUTO, round_default
 from qlora_fsdp.memory.gpus import GPUS_A_HOST
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload

@@ -11,9 +11,9 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.text import join_words
-from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
+from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import Policy, describe_policies, fixed_policies

@@ -21,9 +21,9 @@ from functools import cache
 from itertools import combinations, pairwise
 from math import inf
 
-from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.config.schema import ShardingStrategy
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.memory.choices import (
     MIN_LENGTH,
     Values,
