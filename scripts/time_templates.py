@@ -3,7 +3,7 @@
 usage: python scripts/time_templates.py FOLDER [FOLDER ...]
 
 One conversation has 40 calls of a tool, the other none. A row is what training does with it, the second time, when the
-kinds of turns are known; stock is transformers' `render_jinja_template` alone. Both are processor times, the shortest of
+kinds of turns are known; stock is transformers' `render_jinja_template` alone. Both are processor times, the least of
 several calls. The slowest, by their ratio, come first.
 """
 

@@ -276,7 +276,7 @@ class _NothingOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class LeftOut(nn.Identity):
+class AbsentTower(nn.Identity):
     """Stands where a tower was that no text goes through."""
 
     def forward(self, input: Any) -> Any:
@@ -297,10 +297,10 @@ def drop_towers(model: PreTrainedModel) -> list[str]:
         parent = model.get_submodule(parent_name)
         others = [child for child, module in parent.named_children() if module is not decoder]
         for child in others:
-            setattr(parent, child, LeftOut())
+            setattr(parent, child, AbsentTower())
         names = [f"{parent_name}.{child}" for child in others]
     for name in _other_towers(model):
-        model.set_submodule(name, LeftOut())
+        model.set_submodule(name, AbsentTower())
         names.append(name)
     model.tie_weights()  # weights that were tied while the model was made lost their tie when they moved to meta
     return names
