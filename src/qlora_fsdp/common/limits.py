@@ -1,6 +1,6 @@
-"""Limits of time and memory for code that anybody may have written: regular expressions and chat templates.
+"""A limit of memory for what this process does itself with foreign files: rows that are unpacked.
 
-What such code costs can't be told from its text. Imports no torch.
+What can run in another process has its limits there (contained.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,29 +19,6 @@ SPARE_BYTES = 2**26  # which Python can't take in LOOK_SECONDS, small object by 
 LOOK_SECONDS = 0.02  # of this process's time on its processors, between two looks at its memory
 AGAIN_SECONDS = 0.5
 MEASURE_SECONDS = 1.0  # how long a measured use of memory is taken for the present one: measuring costs 0.2 ms
-
-
-@contextmanager
-def limited_time(seconds: float, error: Exception) -> Iterator[None]:
-    """Ends what runs inside by raising `error` once this process has used `seconds` of CPU time.
-
-    Python looks for signals between its own instructions and while it matches a regular expression, so a timer can end
-    it there. Signals reach only the main thread, and commands run their work there; in another there is no limit.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise error
-
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, end) if is_main else None
-    if is_main:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
 @contextmanager

@@ -7,30 +7,33 @@ every function here with the library's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from qlora_fsdp.common.contained import LimitError, TryError, call
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.limits import limited_time
 
-MATCHING_SECONDS = 30.0  # of processor time, for all names of a model; honest expressions take far less
+MATCHING_SECONDS = 10.0  # of processor time, for all names of a model; honest expressions take far less
 
 
-@contextmanager
-def limited_matching(setting: str) -> Iterator[None]:
-    """Wraps regular expressions that anybody may have written, which are then cut off if they take too long.
+def try_matching(setting: str, match: Callable[..., Any], *args: Any) -> Any:
+    """Matches regular expressions that anybody may have written, within limits. They may be matched again then.
 
     Args:
         setting: what holds the expressions, for the message.
+        match: matches every name that they will be matched with, in another process, and returns JSON.
+        args: its arguments, plain values.
 
     Raises:
-        AdapterError: matching took more than `MATCHING_SECONDS`, or an expression is none.
+        AdapterError: matching takes more than `MATCHING_SECONDS`, or an expression is none.
     """
-    slow = AdapterError(f"{setting}: a regular expression takes too long. Set a list of names, or a simpler one.")
     try:
-        with limited_time(MATCHING_SECONDS, slow):
-            yield
-    except (re.error, OverflowError, RecursionError) as error:
+        return call(match, *args, seconds=MATCHING_SECONDS)
+    except LimitError:
+        raise AdapterError(
+            f"{setting}: a regular expression takes too long. Set a list of names, or a simpler one."
+        ) from None
+    except TryError as error:
         raise AdapterError(
             f"{setting}: {error} in a regular expression. Correct it, or set a list of names."
         ) from error

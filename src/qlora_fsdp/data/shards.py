@@ -22,8 +22,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from qlora_fsdp.common.contained import TOO_LONG
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.startup import KEPT, end_with
+from qlora_fsdp.data.chats.template import too_slow
 from qlora_fsdp.data.tokenize import Columns
 from qlora_fsdp.data.workers import Tokenize, become_worker
 
@@ -111,18 +113,14 @@ class Shards:
         tokenize: Tokenize,
         on_progress: Progress,
     ) -> None:
-        """Makes the shards `missing`, in processes of their own, or here where one is enough.
+        """Makes the shards `missing`, in processes of their own, which can be ended whatever a library is at there.
 
         Raises:
             DataError: a row stops the tokenizing, or a process was killed.
             OSError: the disk is full, or can't be written.
         """
         num_processes = min(num_processes, len(missing))
-        if num_processes > 1:
-            _in_workers(partial(self.make, raw=raw, tokenize=tokenize), missing, num_processes, on_progress)
-            return
-        for shard in missing:
-            self.make(shard, raw, tokenize, on_progress)
+        _in_workers(partial(self.make, raw=raw, tokenize=tokenize), missing, num_processes, on_progress)
 
     def read(self, shard: int) -> list[pa.Table]:
         """The rows of a shard, in tables of some hundred."""
@@ -163,6 +161,7 @@ def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes:
     shown = 0
     with ProcessPoolExecutor(num_processes, context, _begin, (job, counted, os.getpid())) as pool:
         pending = {pool.submit(_run, number) for number in numbers}
+        workers = set(multiprocessing.active_children()) - others
         try:
             while pending:
                 finished, pending = wait(pending, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
@@ -172,9 +171,13 @@ def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes:
                 for future in finished:
                     future.result()
         except BaseException as error:
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in workers:
                 worker.kill()  # a row may be long, and nothing is lost but the shards that they are at
             if isinstance(error, BrokenProcessPool):
+                for worker in workers:
+                    worker.join()
+                if -TOO_LONG in [worker.exitcode for worker in workers]:
+                    raise too_slow() from error
                 raise DataError(
                     "A process that tokenizes was killed, as a rule for want of memory (`dmesg` names what the kernel"
                     f" kills). {num_processes} were running: set data.num_proc lower. {KEPT}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import string
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -12,13 +16,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+import transformers
+from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
-from qlora_fsdp.common.errors import CheckpointError, DataError
-from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp import __version__
+from qlora_fsdp.common.contained import LimitError, call
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
+from qlora_fsdp.common.files import digest_files, write_atomically
+from qlora_fsdp.common.foreign_files import find_cache, find_outside, open_cache
 from qlora_fsdp.common.hub import find_unreachable
 from qlora_fsdp.common.model_figures import LARGEST
 from qlora_fsdp.common.text import name_error, shorten
@@ -27,6 +37,11 @@ from qlora_fsdp.data.stop_tokens import BYTES, remember_stop_tokens
 from qlora_fsdp.data.template_arguments import remember_template_arguments
 
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
+MOST_TOKENS = 64  # of a character
+# What a tokenizer is tried with: letters of many kinds, and runs of them, which regular expressions may not get over.
+PROBE = f"{string.printable} ÄÖÜäöüßéèñçøåıİſﬁ½²™…—“„’«»€£¥§°µ×÷ αβγДжя אב عرب नमस्ते ไทย 汉字かなカナ한글 😀👍🏽\u200b\u0301\xa0\u2028 {'a' * 64}{'ab ' * 32}{' ' * 64}"
+TRIED_FOLDER = "~/.cache/qlora_fsdp/tried"
+WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx"}  # which no tokenizer reads
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 # transformers passes every value of these files to the tokenizer's class, which opens some of them as paths.
@@ -226,10 +241,12 @@ def load_from_files(model: ModelConfig) -> PreTrainedTokenizerBase:
     is_offline = unreachable is not None
     try:
         _check_arguments(place, revision, is_offline)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=model.trust_remote_code, local_files_only=is_offline
-        )
-        tokenizer("a", verbose=False)  # some settings are looked at only here
+        told = (place, revision, model.trust_remote_code, is_offline)
+        if not model.trust_remote_code:  # code of the model's may do anything anyway
+            _try_loading(*told)
+        tokenizer = _load(*told)
+    except LimitError as error:
+        raise CheckpointError(f"No tokenizer could be loaded from {path}: its loading {error}. {fix}") from None
     except BaseException as error:  # from_pretrained raises a dozen types for files that are missing or broken
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of `tokenizers`, in Rust
             raise
@@ -248,6 +265,60 @@ def load_from_files(model: ModelConfig) -> PreTrainedTokenizerBase:
     if problem is not None:
         raise CheckpointError(f"The tokenizer of {path} {problem} Repair it, or {fix[:1].lower()}{fix[1:]}")
     return tokenizer
+
+
+def _load(place: str, revision: str | None, trust_remote_code: bool, is_offline: bool) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        place, revision=revision, trust_remote_code=trust_remote_code, local_files_only=is_offline
+    )
+    tokenizer("a", verbose=False)  # some settings are looked at only here
+    return tokenizer
+
+
+def _try_loading(place: str, revision: str | None, trust_remote_code: bool, is_offline: bool) -> None:
+    """Loads a tokenizer in the process for foreign files, and has it write and read a text, unless it was tried before.
+
+    A tokenizer.json is a program: its normalizers may make gigabytes of a letter, its regular expressions may never
+    end, and `tokenizers` then ends the process, or can't be stopped. What has been tried is remembered by the checksum
+    of all that it may have read, so that large vocabularies are loaded twice once only.
+
+    Raises:
+        LimitError: it takes too long or too much memory.
+        TryError: it can't be loaded.
+    """
+    mark = _mark_of_trial(place, revision)
+    if mark is not None and mark.is_file() and mark.stat().st_uid in (os.geteuid(), 0):
+        return
+    call(_use_once, place, revision, trust_remote_code, is_offline)
+    if mark is not None:
+        with suppress(OSError):
+            open_cache(None, TRIED_FOLDER)
+            write_atomically(mark, "")
+
+
+def _use_once(place: str, revision: str | None, trust_remote_code: bool, is_offline: bool) -> None:
+    tokenizer = _load(place, revision, trust_remote_code, is_offline)
+    ids = encode(tokenizer, PROBE)
+    if len(ids) > MOST_TOKENS * len(PROBE):
+        raise ValueError(f"it makes {len(ids):,} tokens of {len(PROBE)} characters")
+    text = tokenizer.decode(ids)
+    if len(text) > MOST_TOKENS * len(PROBE):
+        raise ValueError(f"it makes {len(text):,} characters of {len(ids):,} tokens")
+
+
+def _mark_of_trial(place: str, revision: str | None) -> Path | None:
+    """The file that is there if a tokenizer has been tried; None: its files are not here, or there is no cache."""
+    found = place if Path(place).is_dir() else try_to_load_from_cache(place, ARGUMENT_FILES[0], revision=revision)
+    if not isinstance(found, str):
+        return None
+    folder = Path(found) if Path(found).is_dir() else Path(found).parent
+    names = sorted(file.name for file in folder.iterdir() if file.is_file() and file.suffix not in WEIGHTS)
+    try:
+        told = [__version__, tokenizers.__version__, transformers.__version__, PROBE, digest_files(folder, names)]
+        key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        return find_cache(None, TRIED_FOLDER) / key
+    except (OSError, ConfigError):
+        return None
 
 
 def _explain(folder: Path, error: BaseException) -> str:

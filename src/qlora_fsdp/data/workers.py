@@ -13,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
 
+from qlora_fsdp.common import contained
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.chats.template import too_slow
 from qlora_fsdp.data.tokenize import Columns
 
 Tokenize = Callable[[Columns], Columns]
@@ -40,6 +43,7 @@ def become_worker() -> None:
     """Prepares a process that tokenizes."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    contained.become_worker()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
 
 
@@ -53,7 +57,7 @@ class Workers:
     def __init__(self, tokenize: Tokenize, num_workers: int) -> None:
         self.tokenize, self.num_workers = tokenize, num_workers
         self._threads = ThreadPoolExecutor(num_workers, "worker")  # each waits for a process
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._idle: SimpleQueue[tuple[Connection, BaseProcess]] = SimpleQueue()
         self._is_started = False
 
     def map(self, batches: Iterable[Columns]) -> Iterator[Columns]:
@@ -72,23 +76,27 @@ class Workers:
         context.set_forkserver_preload([__name__, "qlora_fsdp.data.tokenize"])
         for _ in range(self.num_workers):
             mine, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, self.tokenize), daemon=True).start()
+            process = context.Process(target=_serve, args=(theirs, self.tokenize), daemon=True)
+            process.start()
             theirs.close()
             weakref.finalize(self, mine.close)  # also before multiprocessing waits for its processes at the end
-            self._idle.put(mine)
+            self._idle.put((mine, process))
         self._is_started = True
 
     def _ask(self, batch: Columns) -> Columns:
-        pipe = self._idle.get()
+        pipe, process = self._idle.get()
         try:
             pipe.send(batch)
             result: Columns | Exception = pipe.recv()
         except (EOFError, OSError) as error:
+            process.join()
+            if process.exitcode == -contained.TOO_LONG:
+                raise too_slow() from error
             raise DataError(
                 "A process that tokenizes was killed, by the system for memory perhaps. Set data.num_proc lower."
             ) from error
         finally:
-            self._idle.put(pipe)
+            self._idle.put((pipe, process))
         if isinstance(result, Exception):
             raise result
         return result

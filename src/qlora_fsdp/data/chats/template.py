@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import count
 from typing import Any
 
-from jinja2 import Template, TemplateError, UndefinedError, meta, nodes
+from jinja2 import Environment, Template, TemplateError, UndefinedError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from qlora_fsdp.common.contained import LimitError, TryError, call, describe_seconds
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.limits import limited_memory, limited_time
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.data.row import REFUSED, BadRow
 from qlora_fsdp.data.template_arguments import template_arguments
 
 Span = tuple[int, int]  # characters: start, end
-RENDER_SECONDS = 30.0  # of processor time; honest templates take milliseconds
+RENDER_SECONDS = 10.0  # of processor time; honest templates take milliseconds
 RENDER_BYTES = 2**32
 MAX_CHARACTERS = 2**27
 ANOTHER = "Set data.chat_template to another."
@@ -32,34 +31,33 @@ MAX_WORD = 40  # characters; longer texts are instructions, for which no templat
 _MARKUP = re.compile(r"[<>\[\]{}|]")
 
 
-@contextmanager
-def limited_rendering() -> Iterator[None]:
-    """Wraps a chat template, which is a program that anybody may have written, for one conversation.
+def render_contained(function: Callable[..., Any], *args: Any) -> Any:
+    """Has a chat template, which is a program that anybody may have written, render one conversation, within limits.
 
     Its sandbox keeps it from files and from the network. It does not keep it from loops without end, or from a text of
     many gigabytes.
 
+    Args:
+        function: renders, in another process or in this one; it returns a text, with what is to be known beside.
+        args: plain values.
+
     Raises:
-        DataError: it takes too long, or too much memory. That is the template's fault, whatever the row.
+        DataError: it takes too long, too much memory, or makes a text that would take minutes to tokenize. That is the
+            template's fault, whatever the row.
+        TryError: the template raises an error of any type.
     """
-    slow = DataError(f"The chat template takes more than {RENDER_SECONDS:.0f} s for one conversation. {ANOTHER}")
     try:
-        with limited_time(RENDER_SECONDS, slow), limited_memory(RENDER_BYTES):
-            yield
-    except MemoryError:
-        raise DataError(
-            f"The chat template takes more than {RENDER_BYTES // 2**30} GiB for one conversation. {ANOTHER}"
-        ) from None
+        text, *more = call(function, *args, MAX_CHARACTERS, seconds=RENDER_SECONDS, num_bytes=RENDER_BYTES)
+    except LimitError as error:
+        raise DataError(f"The chat template {error} for one conversation. {ANOTHER}") from None
+    if type(text) is int:
+        raise DataError(f"The chat template makes a text of {text:,} characters of one conversation. {ANOTHER}")
+    return text, *more
 
 
-def check_length(text: str) -> None:
-    """Refuses a text that is longer than any honest conversation, which would take minutes to tokenize.
-
-    Raises:
-        DataError: it is.
-    """
-    if len(text) > MAX_CHARACTERS:
-        raise DataError(f"The chat template makes a text of {len(text):,} characters of one conversation. {ANOTHER}")
+def too_slow() -> DataError:
+    """The error where a process that tokenizes was ended because a template took too long."""
+    return DataError(f"The chat template {describe_seconds(RENDER_SECONDS)} for one conversation. {ANOTHER}")
 
 
 @dataclass(frozen=True)
@@ -128,26 +126,16 @@ class Conversation:
     def _render(
         self, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
+        given = self.as_template_takes(messages)
         try:
-            with limited_rendering():
-                rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
-                    conversations=[self.as_template_takes(messages)],
-                    tools=self.tools,
-                    chat_template=self.template,
-                    add_generation_prompt=prompt,
-                    return_assistant_tokens_mask=marks,
-                    **self.variables,
-                )
-        except DataError:
-            raise
-        except Exception as error:  # templates compute, and their sandbox lets any error through
-            # What a template says by itself is clear; of its code's errors nobody can tell what they are about.
-            is_said = isinstance(error, TemplateError) and not isinstance(error, UndefinedError)
-            more = "" if is_said else _find_unusual(messages)
-            raise BadRow(REFUSED, f"{str(error) or repr(error)}{more}") from error
-        texts, spans = rendered
-        check_length(texts[0])
-        return texts[0], spans[0] if marks else []
+            text, spans, refusal = render_contained(
+                render_text, self.template, given, self.tools, self.variables, prompt, marks
+            )
+        except TryError as error:  # templates compute, and their sandbox lets any error through
+            raise BadRow(REFUSED, f"{error}{_find_unusual(messages)}") from error
+        if refusal is not None:
+            raise BadRow(REFUSED, refusal)
+        return text, [(start, end) for start, end in spans]
 
     def trace(self) -> Trace:
         """Renders the whole conversation once, and notes where each part of the text comes from.
@@ -161,31 +149,75 @@ class Conversation:
             Exception: of any type; templates compute, and their sandbox lets errors through.
         """
         messages = self.as_template_takes(_name_reasoning([dict(message) for message in self.messages]))
-        numbers = {id(message): number for number, message in enumerate(messages)}
-        blocks: list[str] = []
-        marks: list[Span] = []
-        sources = _Sources()
-        length = 0
+        text, parts, marks = render_contained(trace_text, self.template, messages, self.tools, self.variables)
+        pieces = {number: [(start, end) for start, end in spans] for number, spans in parts}
+        return Trace(text, pieces, [(start, end) for start, end in marks])
 
-        def note(event: str, loop: int, item: Any = None) -> str:
-            sources.note(event, loop, numbers.get(id(item)), length)
-            return ""
 
-        def mark(caller: Callable[[], str]) -> str:
-            marked = caller()
-            marks.append((length, length + len(marked)))
-            return marked
+def render_text(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: Any,
+    variables: dict[str, Any],
+    prompt: bool,
+    marks: bool,
+    max_characters: int,
+) -> tuple[str | int, list[Span], str | None]:
+    """A conversation as transformers renders it: its text, what {% generation %} marks in it, and why not, if refused.
 
-        given = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
-        calls = {event: partial(note, event) for event in (BEGIN, TAKE, END)} | {MARK: mark}
-        with limited_rendering():
-            for block in _compile(self.template).generate({**self.variables, **given, **calls}):
-                blocks.append(block)
-                length += len(block)
-        text = "".join(blocks)
-        check_length(text)
-        sources.end(length)
-        return Trace(text, sources.parts, marks)
+    A text of more than `max_characters` stands there as its length. What a template says by itself is clear; of its
+    code's errors, which are raised, nobody can tell what they are about.
+    """
+    try:
+        rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=prompt,
+            return_assistant_tokens_mask=marks,
+            **variables,
+        )
+    except UndefinedError:
+        raise
+    except TemplateError as error:
+        return "", [], str(error) or repr(error)
+    texts, spans = rendered
+    return _limit_text(texts[0], max_characters), spans[0] if marks else [], None
+
+
+def trace_text(
+    template: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any], max_characters: int
+) -> tuple[str | int, list[tuple[int, list[Span]]], list[Span]]:
+    """The text of a conversation, the parts of each message, and what {% generation %} marks: see `Conversation.trace`.
+
+    A text of more than `max_characters` stands there as its length.
+    """
+    numbers = {id(message): number for number, message in enumerate(messages)}
+    blocks: list[str] = []
+    marks: list[Span] = []
+    sources = _Sources()
+    length = 0
+
+    def note(event: str, loop: int, item: Any = None) -> str:
+        sources.note(event, loop, numbers.get(id(item)), length)
+        return ""
+
+    def mark(caller: Callable[[], str]) -> str:
+        marked = caller()
+        marks.append((length, length + len(marked)))
+        return marked
+
+    given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": False}
+    calls = {event: partial(note, event) for event in (BEGIN, TAKE, END)} | {MARK: mark}
+    for block in _compile(template).generate({**variables, **given, **calls}):
+        blocks.append(block)
+        length += len(block)
+    sources.end(length)
+    return _limit_text("".join(blocks), max_characters), list(sources.parts.items()), marks
+
+
+def _limit_text(text: str, max_characters: int) -> str | int:
+    return text if len(text) <= max_characters else len(text)
 
 
 def _find_unusual(messages: list[dict[str, Any]]) -> str:
@@ -246,8 +278,8 @@ class _Sources:
 @lru_cache(maxsize=8)
 def _compile(source: str) -> Template:
     """The template with calls where the body of each loop begins and ends, and in the place of {% generation %}."""
-    environment = chat_template_utils._compile_jinja_template(source).environment
-    tree = environment.parse(source)
+    environment = _environment()
+    tree = _parse(source)
     tree.body = _tell_messages(tree.body, None, count())
     for block in tree.find_all(nodes.CallBlock):
         if isinstance(block.call.node, nodes.ExtensionAttribute):  # the one that transformers adds
@@ -275,24 +307,39 @@ def _takes_parts_alone(source: str, variables: str) -> bool:
     message = {"role": "user", "content": "Is this word written?"}
     found = []
     for tried in (message, _with_parts(message)):
-        given = {"messages": [tried], "tools": None, "documents": None, "add_generation_prompt": False}
         try:
-            with limited_rendering():
-                text = "".join(
-                    chat_template_utils._compile_jinja_template(source).generate({**json.loads(variables), **given})
-                )
-        except DataError:
-            raise
-        except Exception:  # it wants another conversation, and is given texts
+            text, *_ = render_contained(write_text, source, [tried], json.loads(variables))
+        except TryError:  # it wants another conversation, and is given texts
             return False
         found.append(message["content"] in text)
     return found == [False, True]
 
 
+def write_text(
+    source: str, messages: list[dict[str, Any]], variables: dict[str, Any], max_characters: int
+) -> tuple[str | int]:
+    """The text that a template makes of messages; one of more than `max_characters` stands there as its length."""
+    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
+    template = chat_template_utils._compile_jinja_template(source)
+    return (_limit_text("".join(template.generate({**variables, **given})), max_characters),)
+
+
+def _parse(source: str) -> nodes.Template:
+    """A template's statements. To compile it would compute what is constant in it."""
+    return _environment().parse(source)
+
+
+@cache
+def _environment() -> Environment:
+    """Where transformers compiles templates."""
+    environment: Environment = chat_template_utils._compile_jinja_template("").environment
+    return environment
+
+
 @lru_cache(maxsize=8)
 def find_texts(source: str) -> tuple[str, ...]:
     """All text that a template has itself: what it writes as it is, and the constants of its expressions."""
-    tree = chat_template_utils._compile_jinja_template(source).environment.parse(source)
+    tree = _parse(source)
     written = [node.data for node in tree.find_all(nodes.TemplateData)]
     return *written, *(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
@@ -300,9 +347,7 @@ def find_texts(source: str) -> tuple[str, ...]:
 @lru_cache(maxsize=8)
 def find_variables(source: str) -> frozenset[str]:
     """The names that a template looks at and does not set itself."""
-    return frozenset(
-        meta.find_undeclared_variables(chat_template_utils._compile_jinja_template(source).environment.parse(source))
-    )
+    return frozenset(meta.find_undeclared_variables(_parse(source)))
 
 
 @lru_cache(maxsize=8)

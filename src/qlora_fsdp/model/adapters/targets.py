@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
+from qlora_fsdp.common.module_names import fits_pattern, is_target, try_matching
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
 from qlora_fsdp.model.parts import find_decoder, general_name, is_for_another_place
@@ -257,8 +257,9 @@ def _check_names(model: nn.Module, config: LoraConfig, places: Sequence[ExpertWe
     names = [name for name, module in model.named_modules() if name]
     names += _names_of_experts(places)
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        with limited_matching(f"lora.{key}"):
-            _try_matching(names, getattr(config, key))
+        wanted = getattr(config, key)
+        if isinstance(wanted, (str, Mapping)):
+            try_matching(f"lora.{key}", _match_all, names, wanted if isinstance(wanted, str) else list(wanted))
     problems = list(_names_that_fit_nothing(model, config, names))
     if problems:  # a saved adapter names every layer of its own base
         lines = problems[:MAX_LISTED]
@@ -274,15 +275,14 @@ def _names_of_experts(places: Iterable[ExpertWeightPlace]) -> Iterator[str]:
         yield from place.former_names()
 
 
-def _try_matching(names: Sequence[str], wanted: Any) -> None:
-    """Match every name once, as PEFT does, to find out whether a setting's expressions take too long."""
-    if isinstance(wanted, str):
-        for name in names:
+def _match_all(names: Sequence[str], wanted: str | Sequence[str]) -> None:
+    """Matches every name once, as PEFT does with a regular expression, or with the keys of a pattern."""
+    for name in names:
+        if isinstance(wanted, str):
             is_target(name, wanted)
-    if isinstance(wanted, Mapping):
+            continue
         for pattern in wanted:
-            for name in names:
-                fits_pattern(name, pattern)
+            fits_pattern(name, pattern)
 
 
 def _names_that_fit_nothing(model: nn.Module, config: LoraConfig, names: Sequence[str]) -> Iterator[str]:

@@ -1,0 +1,283 @@
+"""A process in which foreign files are tried: what libraries run because a file says so has limits there.
+
+Tokenizers, chat templates and regular expressions are programs that anybody may have written, and what they cost can't
+be told from their text. They run inside of libraries' C and Rust code, where nothing of Python gets a word in: no
+timer, and not even Ctrl-C. So they run in another process, which is forked off this one when it is first needed, and
+serves until this one ends. The system limits its memory and its time on the processors, this process looks at both
+while it waits, and kills it. So does Ctrl-C. Whatever a library prints there, nobody sees.
+
+A process that tokenizes rows is one that may be killed already (data/workers.py). There, everything runs where it is,
+and the system ends the process where it takes too long. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import resource
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from qlora_fsdp.common.limits import limited_memory
+from qlora_fsdp.common.startup import end_with
+
+SECONDS = 10.0  # of processor time, for one try; honest files take far less than one
+NUM_BYTES = 2**32
+WALL_RATIO = 8  # of all time to processor time: the host may be busy, or the hub slow
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+SPARE_BYTES = 2**28  # with so much more than at its beginning, a process is replaced before its next try
+FIRST_LOOK, LAST_LOOK = 0.02, 0.2  # seconds between two looks at the process
+TOO_LONG = signal.SIGVTALRM  # what ends a process that tokenizes
+
+
+class LimitError(Exception):
+    """What was tried is beyond a limit. The text goes on a sentence about it: `takes more than 10 s`."""
+
+
+class TryError(Exception):
+    """What was tried has raised an error, of this text."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(text)
+
+
+def call(function: Callable[..., Any], *args: Any, seconds: float = SECONDS, num_bytes: int = NUM_BYTES) -> Any:
+    """`function(*args)` in the process for foreign files.
+
+    Args:
+        function: of a module.
+        args: plain values.
+        seconds: of processor time.
+        num_bytes: of memory that it may take.
+
+    Returns:
+        What it returns, which has to be JSON.
+
+    Raises:
+        LimitError: it took more, or a library has ended the process.
+        TryError: it raised an error of whatever type.
+    """
+    if _is_worker:
+        return _call_here(function, args, seconds, num_bytes)
+    with _lock:
+        return _process().ask(function, args, seconds, num_bytes)
+
+
+def become_worker() -> None:
+    """Says that this process may be killed at any time: what is tried runs in itself from here on."""
+    global _is_worker
+    _is_worker = True
+    signal.signal(TOO_LONG, signal.SIG_DFL)
+
+
+def close() -> None:
+    """Ends the process, if there is one; the next call starts another."""
+    global _started
+    if _started is not None:
+        _started.kill()
+        _started = None
+
+
+def describe_seconds(seconds: float) -> str:
+    """What a LimitError says of time."""
+    return f"takes more than {seconds:.0f} s"
+
+
+class _Contained:
+    """The process, as its parent sees it."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where there are threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            _serve(theirs, parent)
+        theirs.close()
+        self._first_bytes = self._num_bytes()
+
+    def ask(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, num_bytes: int) -> Any:
+        try:
+            before = self._seconds()
+            self._pipe.send((function, args, seconds, num_bytes))
+            self._wait(before + seconds, seconds, self._num_bytes() + num_bytes, num_bytes)
+            kind, *told = json.loads(self._pipe.recv_bytes())
+        except RecursionError as error:  # of values that are nested too deeply to be sent; nothing was
+            raise TryError(type(error).__name__, str(error)) from None
+        except (EOFError, ConnectionError):
+            raise LimitError(self._explain_end(seconds)) from None
+        except BaseException:  # also of signals: what the process is at is of no use any more
+            close()
+            raise
+        if kind == "memory" or self._num_bytes() > self._first_bytes + SPARE_BYTES:
+            close()
+        if kind == "memory":
+            raise LimitError(_describe_bytes(num_bytes))
+        if kind == "error":
+            raise TryError(*told)
+        return told[0]
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, as it does with the thread that it was forked off."""
+        return os.waitpid(self.pid, os.WNOHANG) != (0, 0)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        self._pipe.close()
+
+    def _wait(self, end: float, seconds: float, most_bytes: int, num_bytes: int) -> None:
+        """Waits for the answer.
+
+        Args:
+            end: the processor time that the process will have taken by then.
+            seconds: how much of it is for this call.
+            most_bytes: the memory that it may have.
+            num_bytes: how much of it is for this call.
+        """
+        deadline = time.monotonic() + WALL_RATIO * seconds
+        pause = FIRST_LOOK
+        while not self._pipe.poll(pause):
+            pause = min(2 * pause, LAST_LOOK)
+            if self._seconds() > end or time.monotonic() > deadline:
+                raise LimitError(describe_seconds(seconds))
+            if self._num_bytes() > most_bytes:
+                raise LimitError(_describe_bytes(num_bytes))
+
+    def _explain_end(self, seconds: float) -> str:
+        """Why the process is gone."""
+        global _started
+        _started = None
+        self._pipe.close()
+        _, status = os.waitpid(self.pid, 0)
+        number = -os.waitstatus_to_exitcode(status)
+        if number == signal.SIGXCPU:
+            return describe_seconds(seconds)
+        name = next((known.name for known in signal.Signals if known == number), f"exit code {-number}")
+        return f"ends the process that tries it ({name}), as for want of memory"
+
+    def _seconds(self) -> float:
+        """Processor time that the process has taken."""
+        with suppress(OSError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / TICKS_A_SECOND
+        return 0.0
+
+    def _num_bytes(self) -> int:
+        """Memory that the process has to itself: what it has written, and what was mapped for it to write."""
+        with suppress(OSError, IndexError):
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[5]) * resource.getpagesize()
+        return 0
+
+
+_lock = threading.RLock()
+_started: _Contained | None = None
+_is_worker = False
+
+
+def _process() -> _Contained:
+    global _started
+    if _started is None or _started.is_gone():
+        _started = _Contained()
+    return _started
+
+
+def _forget() -> None:
+    """Called in a process that was forked off this one, whose process for foreign files is not its own."""
+    global _started, _lock
+    _started = None
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _serve(pipe: Connection, parent: int) -> NoReturn:
+    """Answers calls, in the process for foreign files."""
+    try:
+        gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        end_with(parent, signal.SIGKILL)
+        _close_files(pipe.fileno())
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that this process has not got would be waited for
+        os.environ["TQDM_DISABLE"] = "1"
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        while True:
+            function, args, seconds, num_bytes = pipe.recv()
+            _limit(seconds, num_bytes)
+            answer = _answer(function, args)
+            _lift_limits()
+            pipe.send_bytes(answer)
+    except BaseException:  # as a rule the parent is gone
+        os._exit(1)
+
+
+def _close_files(pipe: int) -> None:
+    """Closes all files but the pipe: whoever is connected to the parent is to notice that it ends."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    os.closerange(3, pipe)
+    os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _limit(seconds: float, num_bytes: int) -> None:
+    """Has the system end this process where the parent can't: after a second more, or with memory that it refuses."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (end if most == resource.RLIM_INFINITY else min(end, most), most))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    size = mapped + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
+
+
+def _lift_limits() -> None:
+    for name in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
+        _, most = resource.getrlimit(name)
+        resource.setrlimit(name, (most, most))
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        answer = ["value", function(*args)]
+        return json.dumps(answer).encode()
+    except MemoryError:
+        return b'["memory"]'
+    except BaseException as error:  # Rust's panics are no Exception
+        return json.dumps(["error", type(error).__name__, str(error) or repr(error)]).encode()
+
+
+def _call_here(function: Callable[..., Any], args: tuple[Any, ...], seconds: float, num_bytes: int) -> Any:
+    """`call` in a process that the system may end."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        with limited_memory(num_bytes):
+            return function(*args)
+    except MemoryError:
+        raise LimitError(_describe_bytes(num_bytes)) from None
+    except Exception as error:
+        raise TryError(type(error).__name__, str(error) or repr(error)) from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _describe_bytes(num_bytes: int) -> str:
+    return f"takes more than {num_bytes / 2**30:.0f} GiB"
