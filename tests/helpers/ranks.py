@@ -73,10 +73,16 @@ def start_process(function: Callable[..., Any], *args: Any, gpu: bool = False) -
     context = multiprocessing.get_context("spawn" if gpu else "forkserver")
     if not gpu:
         context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=function, args=args, daemon=True)
+    process = context.Process(target=_call, args=(function, *args), daemon=True)
     with nullcontext() if gpu else _hidden_gpus():
         process.start()
     return process
+
+
+def _call(function: Callable[..., Any], *args: Any) -> None:
+    """Calls a function in a process that ends with this one, and may yet have children of its own, as commands have."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    function(*args)
 
 
 class StartedRanks:

@@ -17,8 +17,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, Llama4Config, Llama4ForCond
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.build import LARGE, BuildSettings, MetaModel, _NothingOnMeta, build_model
+from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import ModelFiles, find_model
+from qlora_fsdp.model.limited_building import LARGE, LimitedBuilding
 
 CLASSIFIER = TaskConfig(name=TaskName.sequence_classification, labels=["no", "maybe", "yes"])
 CASES = {"full": TaskConfig(), "quantized": TaskConfig(), "classifier": CLASSIFIER}
@@ -107,12 +108,12 @@ def test_a_tower_that_lies_within_the_text_model():
 
 
 def test_large_zeros_are_made_on_meta():
-    with _NothingOnMeta():
+    with LimitedBuilding(on_meta=True):
         assert torch.zeros(LARGE).is_meta and torch.zeros((2, LARGE)).is_meta
         assert not torch.zeros(8, 8).is_meta and not torch.zeros(LARGE, device="cpu").is_meta
 
 
 def test_numbers_are_drawn_only_for_tensors_with_memory():
-    with _NothingOnMeta():
+    with LimitedBuilding(on_meta=True):
         on_meta, real = (nn.init.normal_(torch.empty(8, device=device)) for device in ("meta", "cpu"))
     assert on_meta._version == 0 and real._version == 1  # how often each was written to

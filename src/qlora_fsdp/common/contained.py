@@ -110,9 +110,8 @@ class _Contained:
 
     def ask(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, num_bytes: int) -> Any:
         try:
-            before = self._seconds()
             self._pipe.send((function, args, seconds, num_bytes))
-            self._wait(before + seconds, seconds, self._num_bytes() + num_bytes, num_bytes)
+            was_long = self._wait(seconds, num_bytes)
             kind, *told = json.loads(self._pipe.recv_bytes())
         except RecursionError as error:  # of values that are nested too deeply to be sent; nothing was
             raise TryError(type(error).__name__, str(error)) from None
@@ -121,7 +120,7 @@ class _Contained:
         except BaseException:  # also of signals: what the process is at is of no use any more
             close()
             raise
-        if kind == "memory" or self._num_bytes() > self._first_bytes + SPARE_BYTES:
+        if kind == "memory" or (was_long and self._num_bytes() > self._first_bytes + SPARE_BYTES):
             close()
         if kind == "memory":
             raise LimitError(_describe_bytes(num_bytes))
@@ -140,16 +139,17 @@ class _Contained:
             os.waitpid(self.pid, 0)
         self._pipe.close()
 
-    def _wait(self, end: float, seconds: float, most_bytes: int, num_bytes: int) -> None:
-        """Waits for the answer.
+    def _wait(self, seconds: float, num_bytes: int) -> bool:
+        """Waits for the answer. Returns whether it was long in coming, as few are.
 
         Args:
-            end: the processor time that the process will have taken by then.
-            seconds: how much of it is for this call.
-            most_bytes: the memory that it may have.
-            num_bytes: how much of it is for this call.
+            seconds: of processor time that this call may take.
+            num_bytes: of memory that it may take.
         """
+        if self._pipe.poll(FIRST_LOOK):
+            return False
         deadline = time.monotonic() + WALL_RATIO * seconds
+        end, most_bytes = self._seconds() + seconds, self._first_bytes + SPARE_BYTES + num_bytes
         pause = FIRST_LOOK
         while not self._pipe.poll(pause):
             pause = min(2 * pause, LAST_LOOK)
@@ -157,6 +157,7 @@ class _Contained:
                 raise LimitError(describe_seconds(seconds))
             if self._num_bytes() > most_bytes:
                 raise LimitError(_describe_bytes(num_bytes))
+        return True
 
     def _explain_end(self, seconds: float) -> str:
         """Why the process is gone."""
@@ -218,12 +219,14 @@ def _serve(pipe: Connection, parent: int) -> NoReturn:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that this process has not got would be waited for
         os.environ["TQDM_DISABLE"] = "1"
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limited_to = 0
         while True:
             function, args, seconds, num_bytes = pipe.recv()
-            _limit(seconds, num_bytes)
-            answer = _answer(function, args)
-            _lift_limits()
-            pipe.send_bytes(answer)
+            if num_bytes != limited_to:
+                _limit_memory(num_bytes)
+                limited_to = num_bytes
+            _limit_time(seconds)
+            pipe.send_bytes(_answer(function, args))
     except BaseException:  # as a rule the parent is gone
         os._exit(1)
 
@@ -237,22 +240,20 @@ def _close_files(pipe: int) -> None:
     os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def _limit(seconds: float, num_bytes: int) -> None:
-    """Has the system end this process where the parent can't: after a second more, or with memory that it refuses."""
+def _limit_time(seconds: float) -> None:
+    """Has the system end this process where its parent can't, after a second more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (end if most == resource.RLIM_INFINITY else min(end, most), most))
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Has the system refuse more memory than that."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    size = mapped + SPARE_BYTES + num_bytes
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    size = mapped + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
-
-
-def _lift_limits() -> None:
-    for name in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
-        _, most = resource.getrlimit(name)
-        resource.setrlimit(name, (most, most))
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -6,10 +6,12 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.text import name_error
 
 SECONDS = 5.0  # to answer; HF_HUB_ETAG_TIMEOUT does not make it longer
@@ -49,6 +51,23 @@ def loadable_name(path: str) -> str:
 def is_repo_name(name: str) -> bool:
     """Whether a repository of the hub may have this name: ORG/NAME, or NAME for one of the user's own."""
     return _REPO.fullmatch(name) is not None and not name.endswith((".git", ".", "-")) and "--" not in name
+
+
+@contextmanager
+def without_hub() -> Iterator[None]:
+    """While it lasts, nothing is asked of the hub: files of a model may name others there, such as a vision tower's.
+
+    Raises:
+        ValueError: something would be.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        with replaced([(vars(constants), "HF_HUB_OFFLINE", True)]):
+            yield
+    except OfflineModeIsEnabled as error:
+        raise ValueError("it names another model, which would be looked for on the hub") from error
 
 
 def fetch_config_json(name: str, revision: str | None) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -34,6 +33,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.hub import without_hub
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format
@@ -42,6 +42,7 @@ from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
 from qlora_fsdp.layers.recurrent.replace import replace_functions
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.limited_building import LimitedBuilding, TooLarge
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.model.swap_layers import (
     choose_format,
@@ -57,7 +58,6 @@ from qlora_fsdp.weights.composed import Assignment, Stored
 from qlora_fsdp.weights.map_keys import map_keys
 from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
-LARGE = 2**24  # values; buffers of models have fewer
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.preference: AutoModelForCausalLM,
@@ -202,7 +202,7 @@ def language_model_class(config: PretrainedConfig) -> Any:
 @contextmanager
 def on_meta() -> Iterator[None]:
     """While it lasts, models are made with parameters on the meta device. Buffers are real."""
-    with init_empty_weights(include_buffers=False), _NothingOnMeta():
+    with init_empty_weights(include_buffers=False), LimitedBuilding(on_meta=True):
         yield
 
 
@@ -211,8 +211,9 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     auto_class = AUTO_CLASSES[settings.task.name]
     if auto_class is AutoModelForCausalLM:
         auto_class = language_model_class(config)
+    offline = nullcontext() if settings.trust_remote_code else without_hub()
     try:
-        with on_meta():
+        with on_meta(), offline:
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 dtype=settings.dtype,
@@ -220,6 +221,11 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
                 experts_implementation=EXPERTS_IMPLEMENTATION,
                 trust_remote_code=settings.trust_remote_code,
             )
+    except TooLarge as error:
+        raise CheckpointError(
+            f"model.path={files.folder or config.model_type}: its config can't be used: {error}. Check model.path, or "
+            "model.config."
+        ) from error
     except Exception as error:  # no such class or attention; or a config whose values contradict the class's code
         reason = str(error).partition(".\n")[0]
         reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
@@ -257,23 +263,6 @@ def _check_learns_from_text(model: PreTrainedModel) -> None:
             f"{type(model).__name__} can't be trained on text alone: {reason}. Set model.path to a model whose decoder "
             "reads text."
         )
-
-
-class _NothingOnMeta(TorchFunctionMode):
-    """Makes large tensors of zeros on meta at once, and draws no numbers for what is there, which would take time.
-
-    accelerate puts a parameter on meta after a class has made it. What is empty until then takes no memory, but zeros
-    are written: 5 GiB for each layer of Llama 4 Scout. Buffers, which have to be real, are smaller.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.init.normal_ and kwargs["tensor"].is_meta:
-            return kwargs["tensor"]
-        makes_zeros = func is torch.zeros and "device" not in kwargs
-        if makes_zeros and (on_meta := func(*args, **kwargs, device="meta")).numel() >= LARGE:
-            return on_meta
-        return func(*args, **kwargs)
 
 
 class AbsentTower(nn.Identity):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
+from qlora_fsdp.common.contained import LimitError, call
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside, read_json_object
-from qlora_fsdp.common.hub import fetch_config_json
+from qlora_fsdp.common.hub import fetch_config_json, without_hub
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_sizes
 from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
@@ -71,11 +73,12 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             _check_sizes(config.config)
         if folder is not None and (folder / "config.json").is_file():
             _check_sizes(_read_config(folder / "config.json"))
-            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            # Code of the model's own may do anything anyway.
+            hf_config = _read(folder, True) if config.trust_remote_code else _make_config(_read, folder, False)
             overrides = dict(config.config) if config.weights is Weights.random and config.name == "custom" else {}
         elif config.config and config.weights is Weights.random:
             values = dict(config.config)
-            hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+            hf_config = _make_config(_describe, values)
             overrides = {}  # that is all of them already
         else:
             fix = "Set model.path to a folder with config.json and safetensors files."
@@ -111,7 +114,7 @@ def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     """
     try:
         _check_sizes(values)
-        config = AutoConfig.for_model(**values)
+        config = _make_config(_describe, dict(values))
         if config.get_text_config() is not config and "tie_word_embeddings" not in values:  # as in `_settle_tie`
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
         return config
@@ -121,6 +124,37 @@ def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
             f"{name}: its config can't be used: {reason}. Check model.path, or model.config; a model with code of its "
             "own can only be tried on GPUs, with experiment=dry_run."
         ) from error
+
+
+def _make_config(make: Callable[..., PretrainedConfig], *args: Any) -> PretrainedConfig:
+    """transformers' config, made in the process for foreign files first: its classes compute what files say.
+
+    Raises:
+        ValueError: that takes too long or too much memory.
+        Exception: of any type, or a TryError: there is no such class, or the values are none of it.
+    """
+    try:
+        call(_try_config, make, *args)
+    except LimitError as error:
+        raise ValueError(f"it {error}") from None
+    return make(*args)
+
+
+def _try_config(make: Callable[..., PretrainedConfig], *args: Any) -> None:
+    make(*args)
+
+
+def _read(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    with nullcontext() if trust_remote_code else without_hub():
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return config
+
+
+def _describe(values: dict[str, Any]) -> PretrainedConfig:
+    values = dict(values)
+    with without_hub():
+        config: PretrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
+    return config
 
 
 def _read_config(file: Path) -> dict[str, Any]:

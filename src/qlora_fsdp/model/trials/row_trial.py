@@ -28,6 +28,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from qlora_fsdp.common.hub import without_hub
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.head_loss import LogitTransform
@@ -41,6 +42,7 @@ from qlora_fsdp.layers.recurrent.replace import (
 )
 from qlora_fsdp.model.build import drop_towers, language_model_class, on_meta
 from qlora_fsdp.model.inputs import lay_out_for, masks_without_asking, row_markers
+from qlora_fsdp.model.limited_building import LimitedBuilding
 from qlora_fsdp.model.parts import ReachedLinears
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.trials.attention_by_starts import BY_SLICES, register_stand_ins
@@ -238,7 +240,8 @@ class RowTrial:
         config = deepcopy(config or self.small)
         auto_class = auto_class or language_model_class(config)
         has_towers = any(isinstance(part, PretrainedConfig) for part in vars(config).values())
-        with on_meta() if has_towers else nullcontext():
+        offline = nullcontext() if self.trust_remote_code else without_hub()
+        with on_meta() if has_towers else LimitedBuilding(on_meta=False), offline:
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 attn_implementation=attention,
