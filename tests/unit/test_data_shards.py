@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,31 @@ def all_rows(prepared: PreparedData[Sequences]) -> list[tuple[list[int], list[bo
     return [(tokens.tolist(), is_target.tolist()) for tokens, is_target in parts]
 
 
-def watch_tokenizing(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
-    """Calls `act` with the number of calls so far before each batch; the rows of each batch of this process."""
-    seen: list[int] = []
+def watch_tokenizing(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[int], None]) -> Seen:
+    """Calls `act` with the number of a process's calls so far before each batch; the rows of all processes' batches."""
+    own: list[int] = []
+    seen = Seen(folder / f"seen-{time.monotonic_ns()}.txt")
     whole = RowTokenizer.whole
 
     def watched(self: RowTokenizer, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        act(len(seen))
-        seen.append(len(batch["row"]))
+        act(len(own))
+        own.append(len(batch["row"]))
+        with seen.file.open("a") as stream:
+            stream.write(f"{own[-1]}\n")
         return whole(self, batch)
 
     monkeypatch.setattr(RowTokenizer, "whole", watched)
     return seen
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The rows of each batch, which the processes that tokenize have written to a file, a line each."""
+
+    file: Path
+
+    def rows(self) -> list[int]:
+        return [int(line) for line in self.file.read_text().splitlines()]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -98,7 +112,7 @@ def test_what_was_tokenized_before_a_kill_is_used(tmp_path: Path, rows: Path, mo
             signal.pause()
 
     with monkeypatch.context() as patch:
-        watch_tokenizing(patch, hold)
+        watch_tokenizing(patch, tmp_path, hold)
         process = multiprocessing.get_context("fork").Process(target=prepare_in_fork, args=(rows, cache))
         process.start()
         wait_for(lambda: len(list(tmp_path.glob("held-*"))) == 2)
@@ -110,10 +124,10 @@ def test_what_was_tokenized_before_a_kill_is_used(tmp_path: Path, rows: Path, mo
     assert len(list(work.glob("*.arrow"))) == 1 + 2 * 5 and len(list(work.glob("*.tmp"))) == 2
 
     monkeypatch.setattr(tokenize_source, "read_rows", None)
-    seen = watch_tokenizing(monkeypatch, lambda num_calls: None)
+    seen = watch_tokenizing(monkeypatch, tmp_path, lambda num_calls: None)
     bounds = np.load(work / "bounds.npy")
     again = prepare(rows, cache, num_proc=1)
-    assert len(seen) == len(bounds) - 1 - 10 and sum(seen) < NUM_ROWS
+    assert len(seen.rows()) == len(bounds) - 1 - 10 and sum(seen.rows()) < NUM_ROWS
     assert all_rows(again) == all_rows(expected)
     assert str(again.report.sources[0]) == str(expected.report.sources[0])
     assert "1 row left out (not JSON): rows.jsonl:8" in str(again.report)
@@ -126,7 +140,7 @@ def test_a_worker_that_is_killed_is_told(tmp_path: Path, rows: Path, monkeypatch
             os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        watch_tokenizing(patch, end)
+        watch_tokenizing(patch, tmp_path, end)
         with pytest.raises(DataError, match=r"process that tokenizes was killed.*set data\.num_proc lower"):
             prepare(rows, tmp_path / "cache", num_proc=2)
     assert not multiprocessing.active_children()
@@ -146,9 +160,9 @@ def test_a_full_disk_costs_what_is_being_written(tmp_path: Path, disk: Path, mon
     with pytest.raises(DataError, match=message):
         prepare(rows, disk, max_length=4096, num_proc=1)
     subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
-    seen = watch_tokenizing(monkeypatch, lambda num_calls: None)
+    seen = watch_tokenizing(monkeypatch, tmp_path, lambda num_calls: None)
     assert prepare(rows, disk, max_length=4096, num_proc=1).report.num_rows == 100
-    assert 0 < sum(seen) < 100
+    assert 0 < sum(seen.rows()) < 100
 
 
 def test_what_nobody_goes_on_with_is_removed_after_a_week(tmp_path: Path, rows: Path) -> None:

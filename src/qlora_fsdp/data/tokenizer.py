@@ -39,7 +39,13 @@ from qlora_fsdp.data.template_arguments import remember_template_arguments
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
 MOST_TOKENS = 64  # of a character
 # What a tokenizer is tried with: letters of many kinds, and runs of them, which regular expressions may not get over.
-PROBE = f"{string.printable} ÄÖÜäöüßéèñçøåıİſﬁ½²™…—“„’«»€£¥§°µ×÷ αβγДжя אב عرب नमस्ते ไทย 汉字かなカナ한글 😀👍🏽\u200b\u0301\xa0\u2028 {'a' * 64}{'ab ' * 32}{' ' * 64}"
+PROBE = (
+    f"{string.printable} {'a' * 64}{'ab ' * 32}{' ' * 64}"
+    "\u00c4\u00df\u00e9\u0131\ufb01\u00bd\u2122 \u2014\u2026\u201c\u2019 \u20ac\u00d7 \u03b1\u0414 \u05d0 "
+    "\u0639\u0631\u0628 "
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \u0e44\u0e17\u0e22 \u6c49\u5b57\u304b\u30ab\ud55c "
+    "\U0001f600\U0001f44d\U0001f3fd \u200b\u0301\xa0\u2028"
+)
 TRIED_FOLDER = "~/.cache/qlora_fsdp/tried"
 WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx"}  # which no tokenizer reads
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
