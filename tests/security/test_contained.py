@@ -1,0 +1,191 @@
+"""Foreign files that take the host from inside of libraries' C and Rust code: each ends in one message.
+
+What such a file makes a library do can't be interrupted, by a timer of Python or by Ctrl-C. It runs in a process that
+is killed (common/contained.py), or, of sizes in config.json, on the meta device before it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from qlora_fsdp.common import contained, module_names
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, DataError
+from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig, QuantConfig, Weights
+from qlora_fsdp.data import tokenizer as tokenizer_module
+from qlora_fsdp.data.chats import template as chat_template
+from qlora_fsdp.data.chats.conversation import format_messages
+from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.model.adapters.targets import _match_all
+from qlora_fsdp.model.build import BuildSettings, build_model
+from qlora_fsdp.model.find import find_model
+from tests.helpers.ranks import start_process
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+NESTED = "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+NESTED += "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+POWER = "{{ 7 ** 9999999 ** 2 }}"  # computed while it is compiled
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A home of its own, where nothing was tried before, and a process that knows this test's limits."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+    monkeypatch.setattr(module_names, "MATCHING_SECONDS", 1.0)
+    yield
+    contained.close()
+
+
+def render(template: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    format_messages(CHAT, None, LossOn.completion, tokenizer)
+
+
+@pytest.mark.parametrize("template", [NESTED + "{{ ns.x == ns.y }}", POWER], ids=["compared", "powers"])
+def test_a_template_that_stays_inside_c_code(template: str) -> None:
+    with pytest.raises(DataError, match=r"^The chat template takes more than 1 s for one conversation\."):
+        render(template)
+
+
+def render_in_worker() -> None:
+    """As a process that tokenizes does, which the system ends."""
+    chat_template.RENDER_SECONDS = 1.0
+    contained.become_worker()
+    render(NESTED + "{{ ns.x == ns.y }}")
+
+
+def test_a_process_that_tokenizes_is_ended_by_the_system() -> None:
+    process = start_process(render_in_worker)
+    process.join(60)
+    assert process.exitcode == -contained.TOO_LONG
+
+
+def wait_for_long() -> None:
+    """Asks for what never ends."""
+    contained.call(spin, seconds=600.0)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_it_ends_with_its_parent(number: signal.Signals) -> None:
+    process = start_process(wait_for_long)
+    parent = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while not (children := parent.children()) or children[0].cpu_times().user < 0.05:
+        assert time.monotonic() < deadline
+    os.kill(parent.pid, number)
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert gone and not alive
+    process.join(60)
+    assert process.exitcode != 0
+
+
+def stored_tokenizer(folder: Path, change: Callable[[dict[str, Any]], Any]) -> ModelConfig:
+    byte_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+    return ModelConfig(path=str(folder))
+
+
+def growing(factor: int, times: int) -> Callable[[dict[str, Any]], Any]:
+    """A tokenizer.json that makes `factor` letters of one, again and again."""
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * factor}
+    return lambda values: values.update(normalizer={"type": "Sequence", "normalizers": [step] * times})
+
+
+def splitting(expression: str) -> Callable[[dict[str, Any]], Any]:
+    how = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    return lambda values: values.update(pre_tokenizer=how)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (growing(1000, 4), r"its loading (takes more than \d GiB|ends the process that tries it)"),
+        (growing(3, 17), r"its loading takes more than 2 s"),
+        (growing(1000, 1), r"it makes [\d,]+ tokens of \d+ characters"),
+        (splitting("(a|aa)+$"), "retry-limit-in-match"),
+    ],
+    ids=["gigabytes", "minutes", "growth", "regex"],
+)
+def test_a_tokenizer(
+    change: Callable[[dict[str, Any]], Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    real = contained.call
+    monkeypatch.setattr(tokenizer_module, "call", lambda *args: real(*args, seconds=2.0, num_bytes=2**30))
+    model = stored_tokenizer(tmp_path / "model", change)
+    with pytest.raises(CheckpointError, match=rf"^No tokenizer could be loaded from .*: {reason}"):
+        load_tokenizer(model, DataConfig())
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_what_was_tried_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    real = contained.call
+    monkeypatch.setattr(tokenizer_module, "call", lambda *args: calls.append(args) or real(*args))
+    model = stored_tokenizer(tmp_path / "model", lambda values: None)
+    for _ in range(2):
+        load_tokenizer(model, DataConfig())
+    assert len(calls) == 1
+    stored_tokenizer(tmp_path / "model", growing(2, 1))
+    load_tokenizer(model, DataConfig())
+    assert len(calls) == 2
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "a mask of positions": {"model_type": "gpt_neo", "max_position_embeddings": 95_000},
+    "places of patches": {"model_type": "gemma3", "vision_config": {"image_size": 34_000, "patch_size": 1}},
+    "many masks": {"model_type": "gpt_neo", "max_position_embeddings": 11_000},
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_of_a_config_that_are_multiplied(case: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"its config can't be used: it asks for"):
+        files = find_model(ModelConfig(weights=Weights.random, config=SIZES[case]), True, lambda error: error)
+        build_model(files, BuildSettings(QuantConfig(load_in_4bit=False), torch.bfloat16, "eager"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**21  # KiB
+
+
+def test_masks_that_models_have_are_made() -> None:
+    config = {"model_type": "gpt_neo", "max_position_embeddings": 2048, "hidden_size": 64, "num_layers": 24}
+    files = find_model(ModelConfig(weights=Weights.random, config=config), True, lambda error: error)
+    built = build_model(files, BuildSettings(QuantConfig(load_in_4bit=False), torch.bfloat16, "eager"))
+    masks = [buffer for name, buffer in built.model.named_buffers() if name.endswith("attention.bias")]
+    assert len(masks) == 24 and not masks[0].is_meta
+
+
+def test_a_vision_tower_of_a_pretrained_backbone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    tower = {"model_type": "detr", "backbone": "microsoft/resnet-50", "use_timm_backbone": False}
+    config = {"model_type": "mistral3", "vision_config": tower | {"use_pretrained_backbone": True}}
+    with pytest.raises(CheckpointError, match="it names another model, which would be looked for on the hub"):
+        find_model(ModelConfig(weights=Weights.random, config=config), True, lambda error: error)
+
+
+@pytest.mark.parametrize("expression", ["(.+)+#", "(.|..)*#", "(a*)*b"])
+def test_a_pattern_of_ranks_that_does_not_end(expression: str) -> None:
+    names = ["model.layers.0." + "a" * 64]
+    with pytest.raises(AdapterError, match=r"^lora\.rank_pattern: a regular expression takes too long\."):
+        module_names.try_matching("lora.rank_pattern", _match_all, names, [expression])
