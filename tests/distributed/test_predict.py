@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, pipeline
 
 from qlora_fsdp.config.schema import ProblemType
 from qlora_fsdp.predict import __main__ as predict
-from tests.cli.launch import SCRIPT, child_environment
+from tests.cli.launch import SCRIPT, child_environment, run_forked
 from tests.helpers.classification import (
     CLASSES,
     LABELS,
@@ -176,9 +176,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(folder: Path, *arguments: str) -> tuple[int, str]:
-    process = start(folder, *arguments)
-    printed = process.communicate()[0]
-    return process.returncode, printed
+    return run_forked(folder, "predict", *arguments)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -236,14 +234,11 @@ def test_texts_are_those_of_generate(tmp_path: Path) -> None:
     own = [f"model.path={DEMO}", "raw=true", "max_new_tokens=6"]
     code, printed = finish(tmp_path, *own, f"data.path={rows}", f"out={tmp_path / 'out.jsonl'}")
     assert code == 0, printed
-    process = subprocess.run(
-        [sys.executable, str(SCRIPT), "generate", *own, f"prompts={rows}"],
-        env=child_environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    expected = [json.loads(line)["completion"] for line in process.stdout.splitlines()]
+    code, printed = run_forked(tmp_path, "generate", *own, f"prompts={rows}")
+    assert code == 0, printed
+    answers = [line for line in printed.splitlines() if line.startswith("{")]
+    expected = [json.loads(line)["completion"] for line in answers]
+    assert len(expected) == 2
     found = read_lines(tmp_path / "out.jsonl")
     assert [row["prediction"] for row in found] == expected and found[0]["id"] == 1
 
