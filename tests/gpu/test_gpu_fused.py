@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format
-from qlora_fsdp.layers.kernels import triton_gate
+from qlora_fsdp.layers.kernels import GateInputs, triton_gate
 from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_fp8
 from tests.helpers.fused import differences, make_parts
@@ -49,7 +49,7 @@ def test_tiles_that_do_not_fit_run_with_fewer_stages(monkeypatch: pytest.MonkeyP
         gate_up, h = torch.randn(256, 512, device="cuda").bfloat16(), torch.randn(256, 32, device="cuda").bfloat16()
         b_gate, b_up = torch.randn(2, 256, 16, device="cuda").bfloat16()
         a_down = torch.randn(16, 256, device="cuda").bfloat16()
-        found.append(triton_gate.forward(gate_up, h, b_gate, b_up, a_down, "silu"))
+        found.append(triton_gate.forward(GateInputs(gate_up, h, b_gate, b_up, a_down, "silu")))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 

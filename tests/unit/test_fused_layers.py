@@ -21,6 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers import mlp as gated_mlp
+from qlora_fsdp.layers.kernels import GateInputs
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind, is_rms_norm
 from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
@@ -188,14 +189,15 @@ class TestTritonKernels:
         torch.manual_seed(0)
         gate_up, h, grad_h_down = torch.randn(70, 320), torch.randn(70, 14), torch.randn(70, 5)
         small = (torch.randn(160, 8), torch.randn(160, 6), torch.randn(5, 160))
+        inputs = GateInputs(gate_up, h, *small, activation)
         torch.testing.assert_close(
-            triton_gate.forward(gate_up, h, *small, activation),
-            gated_mlp.gate_forward(gate_up, h, *small, activation),
+            triton_gate.forward(inputs),
+            gated_mlp.gate_forward(inputs),
             rtol=1e-4,
             atol=1e-3,
         )
         exact = [x.double().requires_grad_() for x in (gate_up, h, *small)]
-        act, h_down = gated_mlp.gate_forward(*exact, activation)
+        act, h_down = gated_mlp.gate_forward(GateInputs(*exact, activation))
         grad_act = torch.arange(70.0 * 160).view(70, 160).cos()
         expected = torch.autograd.grad([act, h_down], exact, [grad_act.double(), grad_h_down.double()])
         scalings = (2.0, 0.5)
@@ -203,9 +205,8 @@ class TestTritonKernels:
         for max_rank_down in (0, 8):  # along rows, and down columns
             monkeypatch.setattr(backward, "MAX_RANK_DOWN", max_rank_down)
             grad_gate_up = gate_up.clone()
-            grads = gated_mlp.gate_backward(
-                grad_gate_up, h, *small, grad_act.clone(), grad_h_down, activation, scalings
-            )
+            inputs = GateInputs(grad_gate_up, h, *small, activation)
+            grads = gated_mlp.gate_backward(inputs, grad_act.clone(), grad_h_down, scalings)
             found = [grad_gate_up, grads.h_NR, grads.b_gate / scalings[0], grads.b_up / scalings[1], grads.a_down]
             torch.testing.assert_close(found, [x.float() for x in expected], rtol=1e-4, atol=2e-3)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qlora_fsdp.layers.kernels import Activation
 from qlora_fsdp.layers.liger import plain_activations
-from qlora_fsdp.layers.mlp import Activation
 from qlora_fsdp.runtime.hardware import is_shortage
 
 SIZE = 16  # of hidden states, and the inner size: equal, so that any layer may have any role

@@ -14,20 +14,20 @@ Shapes: N tokens, F the MLP's width, R the ranks of gate, up and down.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import assert_never
 
+from qlora_fsdp.layers.kernels import Activation, GateInputs
 from qlora_fsdp.layers.kernels.launch import runs_kernels
 from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, in_dtype, mm_fp32
 from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
 from qlora_fsdp.layers.quantized.matmul import Addend
 
 MAX_RANK = 64  # with larger adapters, a tile of the kernels (layers/kernels/triton_gate.py) takes too many registers
-Activation = Literal["silu", "gelu_tanh"]
 
 
 class GatedMlp:
@@ -87,7 +87,7 @@ class _Gate(torch.autograd.Function):
         a_RI, small = _factors(parts, weights, x.dtype)
         h_NR = x_NI @ a_RI.t()
         gate_up = layers[0].matmul.joint_output(x_NI, layers)
-        act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *small, activation)
+        act, h_down = gate_forward(GateInputs(gate_up, _for_both(h_NR, parts), *small, activation))
         ctx.save_for_backward(x_NI if kept is None else kept, gate_up, h_NR, *weights)
         ctx.recompute = recompute
         ctx.parts = parts
@@ -104,7 +104,7 @@ class _Gate(torch.autograd.Function):
         a_RI, small = _factors(parts, weights, gate_up.dtype)
         scalings = (parts[0].scaling, parts[-1].scaling)
         grad_h, *grads_b, grad_a_down = gate_backward(
-            gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation, scalings
+            GateInputs(gate_up, _for_both(h_NR, parts), *small, ctx.activation), grad_act, grad_h_down, scalings
         )
         if len(parts) == 1:
             grad_h = torch.add(*grad_h.chunk(2, 1))
@@ -138,29 +138,15 @@ def _factors(
     return a_RI, (b_gate, b_up, a_down)
 
 
-def gate_forward(
-    gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: Activation
-) -> tuple[Tensor, Tensor]:
-    """act(gate + h_gate B_gate^T) * (up + h_up B_up^T), and its product with A_down^T.
-
-    Args:
-        gate_up_N2F: x W^T of both base layers, side by side.
-        h_NR: x A^T of both adapters, side by side.
-        b_gate: [F, R], scaled, in the dtype of `h_NR`.
-        b_up: like `b_gate`.
-        a_down: [R, F].
-        activation: the function that is applied to gate.
-
-    Returns:
-        The activation [N, F], and h_down [N, R].
-    """
-    if _fits_kernels(gate_up_N2F):
+def gate_forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
+    """act(gate + h_gate B_gate^T) * (up + h_up B_up^T) [N, F], and its product with A_down^T, h_down [N, R]."""
+    if _fits_kernels(inputs.gate_up_N2F):
         from qlora_fsdp.layers.kernels import triton_gate
 
-        return triton_gate.forward(gate_up_N2F, h_NR, b_gate, b_up, a_down, activation)
-    gate, up = _with_adapters(gate_up_N2F, h_NR, b_gate, b_up)
-    act = _activate(gate, activation) * up
-    return act, act @ a_down.t()
+        return triton_gate.forward(inputs)
+    gate, up = _with_adapters(inputs)
+    act = _activate(gate, inputs.activation) * up
+    return act, act @ inputs.a_down.t()
 
 
 class GateGrads(NamedTuple):
@@ -180,44 +166,28 @@ class GateGrads(NamedTuple):
 
 
 def gate_backward(
-    gate_up_N2F: Tensor,
-    h_NR: Tensor,
-    b_gate: Tensor,
-    b_up: Tensor,
-    a_down: Tensor,
-    grad_act_NF: Tensor,
-    grad_h_down_NR: Tensor,
-    activation: Activation,
-    scalings: tuple[float, float],
+    inputs: GateInputs, grad_act_NF: Tensor, grad_h_down_NR: Tensor, scalings: tuple[float, float]
 ) -> GateGrads:
     """The gradients of `gate_forward`'s inputs.
 
-    `gate_up_N2F` is overwritten with its own gradient, and what `grad_act_NF` holds afterwards is not to be used. All
-    other arguments but the gradients are what `gate_forward` was given.
-
     Args:
-        gate_up_N2F: x W^T of both base layers, side by side.
-        h_NR: x A^T of both adapters, side by side.
-        b_gate: [F, R], scaled.
-        b_up: like `b_gate`.
-        a_down: [R, F].
+        inputs: what `gate_forward` was given. `gate_up_N2F` is overwritten with its own gradient.
         grad_act_NF: gradient of the activation from the product with down's base weight, without the adapter's part.
+            What it holds afterwards is not to be used.
         grad_h_down_NR: gradient of h_down.
-        activation: the function that is applied to gate.
         scalings: what gate's B and up's were multiplied by.
     """
-    if not _fits_kernels(gate_up_N2F):
-        grad_h = _plain_backward(gate_up_N2F, h_NR, b_gate, b_up, a_down, grad_act_NF, grad_h_down_NR, activation)
+    if not _fits_kernels(inputs.gate_up_N2F):
+        grad_h = _plain_backward(inputs, grad_act_NF, grad_h_down_NR)
     else:
         from qlora_fsdp.layers.kernels import triton_gate_backward as kernels
 
-        small = (h_NR, b_gate, b_up, a_down)
-        if max(b_gate.shape[1], b_up.shape[1], a_down.shape[0]) <= kernels.MAX_RANK_DOWN:
-            grads = kernels.down_columns(gate_up_N2F, *small, grad_act_NF, grad_h_down_NR, activation, scalings)
-            return GateGrads(*grads)
-        grad_h = kernels.along_rows(gate_up_N2F, *small, grad_act_NF, grad_h_down_NR, activation)
-    grad_gate, grad_up = gate_up_N2F.chunk(2, 1)
-    h_gate, h_up = _split_h(h_NR, b_gate, b_up)
+        ranks = (inputs.b_gate.shape[1], inputs.b_up.shape[1], inputs.a_down.shape[0])
+        if max(ranks) <= kernels.MAX_RANK_DOWN:
+            return GateGrads(*kernels.down_columns(inputs, grad_act_NF, grad_h_down_NR, scalings))
+        grad_h = kernels.along_rows(inputs, grad_act_NF, grad_h_down_NR)
+    grad_gate, grad_up = inputs.gate_up_N2F.chunk(2, 1)
+    h_gate, h_up = _split_h(inputs)
     return GateGrads(
         grad_h,
         mm_fp32(grad_gate.t(), h_gate).mul_(scalings[0]),
@@ -226,25 +196,16 @@ def gate_backward(
     )
 
 
-def _plain_backward(
-    gate_up_N2F: Tensor,
-    h_NR: Tensor,
-    b_gate: Tensor,
-    b_up: Tensor,
-    a_down: Tensor,
-    grad_act_NF: Tensor,
-    grad_h_down_NR: Tensor,
-    activation: Activation,
-) -> Tensor:
+def _plain_backward(inputs: GateInputs, grad_act_NF: Tensor, grad_h_down_NR: Tensor) -> Tensor:
     """The gradient of h. Writes the activation over `grad_act_NF`, because forward did not keep it."""
-    gate, up = _with_adapters(gate_up_N2F, h_NR, b_gate, b_up)
-    value = _activate(gate, activation)
-    grad_act = grad_act_NF.addmm(grad_h_down_NR, a_down)
-    grad_gate = _activate_backward(grad_act * up, gate, activation)
+    gate, up = _with_adapters(inputs)
+    value = _activate(gate, inputs.activation)
+    grad_act = grad_act_NF.addmm(grad_h_down_NR, inputs.a_down)
+    grad_gate = _activate_backward(grad_act * up, gate, inputs.activation)
     grad_up = grad_act * value
     grad_act_NF.copy_(value * up)
-    gate_up_N2F.copy_(torch.cat([grad_gate, grad_up], 1))
-    return torch.cat([grad_gate @ b_gate, grad_up @ b_up], 1)
+    inputs.gate_up_N2F.copy_(torch.cat([grad_gate, grad_up], 1))
+    return torch.cat([grad_gate @ inputs.b_gate, grad_up @ inputs.b_up], 1)
 
 
 def _fits_kernels(x: Tensor) -> bool:
@@ -252,15 +213,15 @@ def _fits_kernels(x: Tensor) -> bool:
     return runs_kernels(x) and x.dtype.itemsize == 2
 
 
-def _split_h(h_NR: Tensor, b_gate: Tensor, b_up: Tensor) -> tuple[Tensor, Tensor]:
-    rank = b_gate.shape[1]
-    return h_NR[:, :rank], h_NR[:, rank : rank + b_up.shape[1]]
+def _split_h(inputs: GateInputs) -> tuple[Tensor, Tensor]:
+    rank = inputs.b_gate.shape[1]
+    return inputs.h_NR[:, :rank], inputs.h_NR[:, rank : rank + inputs.b_up.shape[1]]
 
 
-def _with_adapters(gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = gate_up_N2F.chunk(2, 1)
-    h_gate, h_up = _split_h(h_NR, b_gate, b_up)
-    return gate.addmm(h_gate, b_gate.t()), up.addmm(h_up, b_up.t())
+def _with_adapters(inputs: GateInputs) -> tuple[Tensor, Tensor]:
+    gate, up = inputs.gate_up_N2F.chunk(2, 1)
+    h_gate, h_up = _split_h(inputs)
+    return gate.addmm(h_gate, inputs.b_gate.t()), up.addmm(h_up, inputs.b_up.t())
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qlora_fsdp.layers.kernels import GateInputs
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 
@@ -129,13 +130,12 @@ def _gate_forward_kernel(
     store_thin(part, total, rows, is_row, ranks_down, rank_down, rank_down)
 
 
-def forward(
-    gate_up: Tensor, h: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """The same as `gated_activation.gate_forward`."""
+def forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
+    """The same as `gate_forward` of layers/mlp.py."""
+    gate_up, h, b_gate, b_up, a_down, _ = inputs
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(num_rows, width)
-    num_splits, options = split_columns(FORWARD, MIN_PROGRAMS, num_rows, width, b_gate, b_up, a_down, activation)
+    num_splits, options = split_columns(FORWARD, MIN_PROGRAMS, inputs)
     h_down = torch.empty(num_splits, num_rows, a_down.shape[0], dtype=torch.float32, device=act.device)
     _gate_forward_kernel[(triton.cdiv(num_rows, FORWARD.rows), num_splits)](
         gate_up, h, b_gate, b_up, a_down, act, h_down, num_rows, width, **options
@@ -143,30 +143,22 @@ def forward(
     return act, h_down.sum(0).to(act.dtype)
 
 
-def split_columns(
-    tiles: GateTiles,
-    min_programs: int,
-    num_rows: int,
-    width: int,
-    b_gate: Tensor,
-    b_up: Tensor,
-    a_down: Tensor,
-    activation: str,
-) -> tuple[int, dict[str, object]]:
+def split_columns(tiles: GateTiles, min_programs: int, inputs: GateInputs) -> tuple[int, dict[str, object]]:
     """How many programs share the columns, so that there are enough programs, and further arguments of the kernel."""
+    num_rows, width = inputs.gate_up_N2F.shape[0], inputs.gate_up_N2F.shape[1] // 2
     wanted = triton.cdiv(min_programs, triton.cdiv(num_rows, tiles.rows))
     columns = triton.cdiv(triton.cdiv(width, wanted), tiles.columns) * tiles.columns
-    options = {"columns_a_split": columns, **rank_options(b_gate, b_up, a_down)}
+    options = {"columns_a_split": columns, **rank_options(inputs)}
     return triton.cdiv(width, columns), {
         **options,
-        **tile_options(tiles, activation),
+        **tile_options(tiles, inputs.activation),
         "IS_WHOLE": num_rows % tiles.rows == 0 and width % tiles.columns == 0,
     }
 
 
-def rank_options(b_gate: Tensor, b_up: Tensor, a_down: Tensor) -> dict[str, object]:
+def rank_options(inputs: GateInputs) -> dict[str, object]:
     """The kernels' arguments that tell the adapters' ranks. A product of tiles needs 16 at least."""
-    ranks = (b_gate.shape[1], b_up.shape[1], a_down.shape[0])
+    ranks = (inputs.b_gate.shape[1], inputs.b_up.shape[1], inputs.a_down.shape[0])
     return {
         "rank_gate": ranks[0],
         "rank_up": ranks[1],

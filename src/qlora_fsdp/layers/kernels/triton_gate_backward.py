@@ -15,6 +15,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from qlora_fsdp.layers.kernels import GateInputs
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 from qlora_fsdp.layers.kernels.triton_gate import (
     GateTiles,
@@ -189,21 +190,14 @@ def _gate_backward_along_kernel(
 
 
 def down_columns(
-    gate_up: Tensor,
-    h: Tensor,
-    b_gate: Tensor,
-    b_up: Tensor,
-    a_down: Tensor,
-    grad_act: Tensor,
-    grad_h_down: Tensor,
-    activation: str,
-    scalings: tuple[float, float],
+    inputs: GateInputs, grad_act: Tensor, grad_h_down: Tensor, scalings: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same as `gated_activation.gate_backward`; `grad_act` stays as it is."""
+    """The same as `gate_backward` of layers/mlp.py; `grad_act` stays as it is."""
+    gate_up, h, b_gate, b_up, a_down, activation = inputs
     width, num_blocks = len(b_gate), triton.cdiv(len(b_gate), DOWN.columns)
     rows_a_split = _rows_a_split(min(len(h), MAX_ROWS), num_blocks)
     sizes = [b_gate.numel(), b_up.numel(), a_down.numel()]
-    options = {**rank_options(b_gate, b_up, a_down), **tile_options(DOWN, activation)}
+    options = {**rank_options(inputs), **tile_options(DOWN, activation)}
     grads_h, grads_factors = [], []
     for part in zip(*(x.split(MAX_ROWS) for x in (gate_up, h, grad_act, grad_h_down)), strict=True):
         gate_up_rows, h_rows, *grads_rows = part
@@ -230,19 +224,11 @@ def _rows_a_split(num_rows: int, num_blocks: int) -> int:
     return num_tiles * DOWN.rows
 
 
-def along_rows(
-    gate_up: Tensor,
-    h: Tensor,
-    b_gate: Tensor,
-    b_up: Tensor,
-    a_down: Tensor,
-    grad_act: Tensor,
-    grad_h_down: Tensor,
-    activation: str,
-) -> Tensor:
-    """The gradient of h, of what `gated_activation.gate_backward` gives. Writes the activation over `grad_act`."""
+def along_rows(inputs: GateInputs, grad_act: Tensor, grad_h_down: Tensor) -> Tensor:
+    """The gradient of h, of what `gate_backward` of layers/mlp.py gives. Writes the activation over `grad_act`."""
+    gate_up, h, b_gate, b_up, a_down, _ = inputs
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    num_splits, options = split_columns(ALONG, MIN_PROGRAMS, num_rows, width, b_gate, b_up, a_down, activation)
+    num_splits, options = split_columns(ALONG, MIN_PROGRAMS, inputs)
     grad_h = torch.empty(num_splits, *h.shape, dtype=torch.float32, device=h.device)
     _gate_backward_along_kernel[(triton.cdiv(num_rows, ALONG.rows), num_splits)](
         gate_up, h, b_gate, b_up, a_down, grad_act, grad_h_down, grad_h, num_rows, width, **options
