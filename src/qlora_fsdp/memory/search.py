@@ -303,11 +303,9 @@ def smaller_runs(work: Workload, room: Room) -> list[Change]:
     candidates = list(smaller_settings(work, fixed_policies(work.config.memory, work.num_layers) or ()))
     found: dict[tuple[Values, ...], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
-        for some in combinations(candidates, together):
+        for some in filter(all_count, combinations(candidates, together)):
             has_enough = any(set(enough) <= set(some) for enough in found)
-            change = None
-            if not has_enough and all_count(some):
-                change = _fitting_change(work, some, room)
+            change = None if has_enough else _fitting_change(work, some, room)
             if change is not None:
                 found[some] = change
         if found and together > 1:
