@@ -7,8 +7,9 @@ Runs that need fewer GPUs than there are go side by side, and the same processes
 most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
 JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
 fastest policies by hand that fit; `short`, steps of few tokens; `presets`, what one GPU trains of every model in
-conf/model; `scale`, from one GPU to eight, where every GPU takes part in each size (a host's GPUs differ by a few per
-cent). `memory.target_gib` holds torch's allocator to the target, less what CUDA and NCCL take.
+conf/model; `recent`, shapes of 2026 on one GPU of 80 GB (the defaults of their classes in transformers); `scale`, from
+one GPU to eight, where every GPU takes part in each size (a host's GPUs differ by a few per cent). `memory.target_gib`
+holds torch's allocator to the target, less what CUDA and NCCL take.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Case:
         policy: of memory.activations.
         target_gib: of memory.target_gib.
         steps: optimizer steps.
+        shape: what stands in the table for `model.config`; None for a preset.
     """
 
     model: str
@@ -53,9 +55,12 @@ class Case:
     overrides: tuple[str, ...] = ()
     target_gib: float | None = None
     steps: int = 4
+    shape: str | None = None
 
     @property
     def name(self) -> str:
+        if self.shape is not None:
+            return f"{self.shape} {self.length} x {self.micro_batch_size} {self.policy}"
         target = f" in {self.target_gib:g} GiB" if self.target_gib else ""
         more = " " + " ".join(self.overrides) if self.overrides else ""
         return f"{self.model} {self.num_gpus} GPU {self.length} x {self.micro_batch_size} {self.policy}{more}{target}"
@@ -72,10 +77,22 @@ class Case:
         ]
 
 
+def shape_case(shape: str, length: int, micro_batch_size: int, model_config: str) -> Case:
+    """A model without a preset, by its config in the settings: ten steps, or twenty short ones, on one GPU."""
+    overrides = (f"model.config={{{model_config}}}", "model.tokenizer_path=bytes", "lora.r=16", *NO_SHARD)
+    steps = 10 if length * micro_batch_size > 2048 else 20
+    return Case("custom", 1, length, micro_batch_size, "auto", overrides, None, steps, shape)
+
+
 OFFLOAD = ("fsdp=offload",)
 ACCUMULATE = ("training.global_batch_size=16",)
 NO_SHARD = ("fsdp.sharding_strategy=NO_SHARD",)
 RESHARD = ("fsdp.reshard_after_forward=true",)
+QWEN3_5_9B = (
+    "model_type: qwen3_5_text, vocab_size: 248320, hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 32, "
+    "num_attention_heads: 16, num_key_value_heads: 4, head_dim: 256, linear_num_key_heads: 16, "
+    "linear_num_value_heads: 32, linear_key_head_dim: 128, linear_value_head_dim: 128, max_position_embeddings: 262144"
+)
 SETS = {
     "calibrate": [  # sizes, ranks, lengths, policies, offload
         Case("llama3-8b", 1, 1024, 8, "none"),
@@ -122,6 +139,17 @@ SETS = {
         Case(model, 1, 4096, 1, policy)
         for model in ("mistral-7b", "qwen3-8b", "phi4", "gemma3-27b", "qwen3-32b", "llama3-70b", "qwen2.5-72b")
         for policy in ("auto", "full")
+    ],
+    # Bamba has Mamba-2 layers, which torch computes where no package is installed, padded and launched one by one.
+    "recent": [
+        shape_case("Qwen3.5-9B", 4096, 4, QWEN3_5_9B),
+        Case("qwen3-8b", 1, 4096, 4, "auto", ("lora.r=16", *NO_SHARD), None, 10),
+        shape_case("Qwen3.5-9B", 1024, 1, QWEN3_5_9B),
+        shape_case("Gemma 4 E2B", 4096, 4, "model_type: gemma4_text"),
+        shape_case("Qwen3.5-35B-A3B", 4096, 4, "model_type: qwen3_5_moe_text"),
+        shape_case("GLM-4.7-Flash", 4096, 4, "model_type: glm4_moe_lite"),
+        shape_case("Qwen3-VL 12B, text", 4096, 4, "model_type: qwen3_vl"),
+        shape_case("Bamba 9B", 4096, 1, "model_type: bamba"),
     ],
     "scale": [
         Case("llama3-8b", num_gpus, 4096, 4, "none", more, None, 10)

@@ -159,7 +159,11 @@ def _group_on_gpu(entry: Entry) -> tuple[int, str]:
 
 def _reason(text: str) -> str:
     """A reason without what differs between families that have the same: numbers, names, long endings."""
-    text = text.removeprefix("refused: ").replace("|", "/")
+    text = text.removeprefix("refused: ").removeprefix("failed: ").replace("|", "/")
+    text = re.sub(r"\w+For(ConditionalGeneration|CausalLM)", "its class", text)
+    text = re.sub(r"wants [\w ]+ beside", "wants images beside", text)
+    text = re.sub(r"^\d+ parameters", "some parameters", text)
+    text = re.sub(r"it has [\d,]+ parameters", "it has millions of parameters", text)
     text = re.sub(r"change by [0-9.e-]+ of", "change by a part of", text)
     text = re.sub(r"differ by [0-9.e-]+ of", "differ by a part of", text)
     text = re.sub(r"/tmp/\S+", "FOLDER", text)

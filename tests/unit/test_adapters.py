@@ -19,12 +19,13 @@ from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.adapters import model_card
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, trainable_names
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read_adapter import adapter_parameters
 from qlora_fsdp.model.adapters.write_adapter import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, build_model
-from qlora_fsdp.model.find import find_model
+from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.sharding.shard import place_model
 
 DTYPE = torch.bfloat16
@@ -87,6 +88,14 @@ def test_a_router_that_gives_more_than_a_product_gets_no_adapter():
     }
     with pytest.raises(AdapterError, match=r"feed_forward.router is a router \(Llama4Router\)"):
         apply_adapters(llama4(), LoraConfig(target_modules=["router", "q_proj"]))
+
+
+def test_a_card_names_routers_that_stock_bitsandbytes_would_quantize():
+    """HunYuan's are linear layers, which here are found beside the experts."""
+    meta = build_model(ModelFiles(None, make_config("hunyuan_v1_moe")), BuildSettings(QuantConfig(), DTYPE, "eager"))
+    usage = model_card._quantized_usage(apply_adapters(meta.model, LoraConfig()), "import x\n\ny", '"base"')
+    assert "such as routers, are not quantized here either: wg." in usage
+    assert '"wg"]' in usage.partition("llm_int8_skip_modules=")[2]
 
 
 def test_a_head_that_shares_the_embeddings_weight_is_never_quantized(checkpoint: Callable[..., Path]):

@@ -163,3 +163,9 @@ def test_a_tokenizer_that_can_not_be_loaded_is_told_by_what_is_missing(
     monkeypatch.setattr(tokenizers, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"its tokenizer\.model needs `pip install sentencepiece`"):
         load_tokenizer(model, DataConfig())
+
+
+def test_a_text_part_that_says_nothing_of_its_head():
+    """As Qwen3-VL's: the whole says it."""
+    assert find.make_config({"model_type": "qwen3_vl"}, "mine").tie_word_embeddings is False
+    assert find.make_config({"model_type": "qwen3_vl", "tie_word_embeddings": True}, "mine").tie_word_embeddings is True

@@ -116,7 +116,7 @@ def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
         _check_sizes(values)
         config = _make_config(_describe, dict(values))
         if config.get_text_config() is not config and "tie_word_embeddings" not in values:  # as in `_settle_tie`
-            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
+            config.tie_word_embeddings = _text_is_tied(config)
         return config
     except Exception as error:  # the file may hold anything
         reason = shorten(" ".join(str(error).split()), MAX_REASON)
@@ -184,7 +184,12 @@ def _settle_tie(config: PretrainedConfig, folder: Path, tensors: Mapping[str, St
     if text is config or "tie_word_embeddings" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
         return
     has_head = any(key.endswith("lm_head.weight") for key in tensors)
-    config.tie_word_embeddings = not has_head if tensors else text.tie_word_embeddings
+    config.tie_word_embeddings = not has_head if tensors else _text_is_tied(config)
+
+
+def _text_is_tied(config: PretrainedConfig) -> bool:
+    """What the text part says of a multimodal model's head and embeddings, or the whole where that says nothing."""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings))
 
 
 def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:

@@ -71,6 +71,9 @@ EXPERTS = """\
 # bitsandbytes quantizes linear layers only. Experts are none: they were {trained} in training, and take
 # {size} in {dtype} here.
 """
+LEFT_OUT = """\
+# Linear layers that were not quantized in training, such as routers, are not quantized here either: {names}.
+"""
 ROPE = ", rope_parameters={rope}, max_position_embeddings={positions}"
 RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the adapter has rows for"
 
@@ -339,6 +342,9 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     if experts:
         size = show_bytes(sum(math.prod(weight.shape) for weight in experts) * base_model.dtype.itemsize)
         note = EXPERTS.format(trained=experts[0].format.quant_type, dtype=dtype_name(base_model.dtype), size=size)
+    left_out = {name.rpartition(".")[2] for name in plain - heads - by_parameter}
+    if left_out:
+        note += LEFT_OUT.format(names=", ".join(sorted(left_out)))
     options = "load_in_8bit=True"
     if format.is_4bit:
         dtype, double_quant = base_model.dtype, format.double_quant
