@@ -1,4 +1,4 @@
-"""Which adapters are made, and which settings are refused by name."""
+"""Which adapters are made, which settings are refused by name, and that names are matched as PEFT matches them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from peft.utils.other import TrainableTokensWrapper
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import TrainableTokensWrapper, get_pattern_key
 from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE, VOCAB, quantize_checkpoint
 from tests.helpers.families import make_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.module_names import fits_pattern, is_target
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
@@ -214,3 +216,31 @@ def test_adapters_that_peft_would_not_find_again_are_told(family: str, lost: str
     missing = peft.set_peft_model_state_dict(stock, keys, low_cpu_mem_usage=True).missing_keys
     assert any(f"{lost}.lora_A" in key for key in missing) == (lost is not None)
     assert [f"layers.*.{lost}" in note for note in describe_lost_keys(model)] == [True] * (lost is not None)
+
+
+NAMES = [
+    "model.embed_tokens",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.self_attn.o_proj",
+    "model.layers.1.mlp.gate_proj",
+    "model.layers.11.mlp.gate_up_proj",
+    "model.layers.11.mlp.down_proj",
+    "lm_head",
+]
+TARGETS = ["q_proj", "proj", "mlp.gate_proj", "model.layers.1.self_attn.o_proj", "lm_head"]
+
+
+@pytest.mark.parametrize("targets", [TARGETS, TARGETS[:1], [], r".*\.1\.mlp\..*", "gate_proj", r".*(q|up)_proj"])
+def test_targets_are_those_of_peft(targets: list[str] | str):
+    config = peft.LoraConfig()
+    config.target_modules = targets  # as PEFT's own set would be: its constructor takes lists alone
+    assert [is_target(name, targets) for name in NAMES] == [
+        bool(check_target_module_exists(config, name)) for name in NAMES
+    ]
+
+
+@pytest.mark.parametrize("pattern", ["q_proj", "proj", r"layers\.1\..*", "down_proj|o_proj", "model", r"mlp\.gate"])
+def test_patterns_are_those_of_peft(pattern: str):
+    assert [fits_pattern(name, pattern) for name in NAMES] == [
+        get_pattern_key([pattern], name) == pattern for name in NAMES
+    ]
