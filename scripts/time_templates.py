@@ -3,8 +3,8 @@
 usage: python scripts/time_templates.py FOLDER [FOLDER ...]
 
 One conversation has 40 calls of a tool, the other none. A row is what training does with it, the second time, when the
-kinds of turns are known; stock is transformers' `render_jinja_template` alone. Both are processor times, the least of
-several calls. The slowest, by their ratio, come first.
+kinds of turns are known; stock is transformers' `render_jinja_template` alone. Both are processor times. The slowest,
+by their ratio, come first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from qlora_fsdp.data.row import BadRow
 
 LIMIT = 10  # times as long as stock's render
 NUM_SHOWN = 20
-NUM_CALLS = 5
+NUM_MEANS = 3
+MEAN_SECONDS = 0.1
 
 
 def with_calls() -> list[dict[str, Any]]:
@@ -48,14 +49,17 @@ def without_calls() -> list[dict[str, Any]]:
 
 
 def measure(compute: Callable[[], Any]) -> float:
-    """Seconds of processor time of the fastest of several calls, after a first one: others may use the machine."""
+    """Seconds of processor time of a call, the least of several means: others may use the machine."""
     compute()
-    times = []
-    for _ in range(NUM_CALLS):
+    means = []
+    for _ in range(NUM_MEANS):
+        num_calls = 0
         start = time.process_time()
-        compute()
-        times.append(time.process_time() - start)
-    return min(times)
+        while time.process_time() - start < MEAN_SECONDS:  # that clock may tick a hundred times a second
+            compute()
+            num_calls += 1
+        means.append((time.process_time() - start) / num_calls)
+    return min(means)
 
 
 def main(folders: list[str]) -> int:
