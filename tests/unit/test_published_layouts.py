@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.helpers.lines import write_lines
 
+from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import DataConfig, DataFormat
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, TaskConfig
+from qlora_fsdp.data.labels import LabelledRowTokenizer
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.read_answers import read_answers
 from qlora_fsdp.data.read_row import read_row
 from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 U, A, S = "user", "assistant", "system"
 ASKED = [{"role": U, "content": "Two and two?"}]
@@ -144,6 +150,20 @@ READ: dict[str, tuple[dict[str, Any], list[Any]]] = {
         },
         [*SAID[:1], (A, [("add", {"a": 2})]), ("tool", "4"), (A, "Four.")],
     ),
+    "Tulu: messages with their source": ({"id": "a_1", "messages": CHAT, "source": "flan", "dataset": "x"}, SAID),
+    "WildChat: turns that say more of themselves": (
+        {
+            "conversation_hash": "1",
+            "model": "gpt-4",
+            "conversation": [{**turn, "language": "English", "toxic": False, "redacted": False} for turn in CHAT],
+            "turn": 1,
+        },
+        SAID,
+    ),
+    "Hermes: ShareGPT with tools as JSON text": (
+        {"conversations": SHAREGPT, "tools": json.dumps([{"type": "function", "function": {"name": "add"}}])},
+        SAID,
+    ),
     "a prompt that is a chat": ({"prompt": ASKED, "completion": CHAT[1:]}, SAID),
     "a joined table": ({"messages": CHAT, "text": None, "prompt": None}, SAID),
 }
@@ -178,6 +198,11 @@ ADVISED: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "turns of own names": (
         {"dialog": [{"speaker": U, "utterance": "Hi."}, {"speaker": A, "utterance": "Ho."}]},
         [(U, "Hi."), (A, "Ho.")],
+    ),
+    "Flan: inputs and targets": ({"inputs": "Two and two?", "targets": "Four.", "task": "add"}, TEXT),
+    "HelpSteer: grades beside a response": (
+        {"prompt": "Two and two?", "response": "Four.", "helpfulness": 4, "verbosity": 2},
+        TEXT,
     ),
     "code: content": ({"content": "print(4)", "path": "a.py"}, ["print(4)"]),
     "web text: raw_content": ({"raw_content": "Four.", "url": "x"}, ["Four."]),
@@ -239,6 +264,7 @@ COMPARED: dict[str, tuple[dict[str, Any], tuple[Any, Any, Any]]] = {
         {"context": ASKED, "response1": "Four.", "response2": "Five.", "overall_preference": -2},
         PAIR,
     ),
+    "Skywork: two whole chats": ({"chosen": CHAT, "rejected": [*ASKED, {"role": A, "content": "Five."}]}, PAIR),
     "whole conversations": (
         {
             "conversation_a": CHAT,
@@ -257,6 +283,15 @@ ADVISED_PAIRS: dict[str, dict[str, Any]] = {
     },
     "stack exchange: response_j and response_k": {"question": PAIR[0], "response_j": "Four.", "response_k": "Five."},
 }
+
+# Two texts that are judged together: the row, and its texts when `data.columns` of the refusal is set.
+JUDGED: dict[str, dict[str, Any]] = {
+    "GLUE: two sentences": {"idx": 1, "sentence1": "Two.", "sentence2": "Four.", "label": "no"},
+    "NLI: premise and hypothesis": {"premise": "Two.", "hypothesis": "Four.", "label": "no"},
+    "QQP: two questions": {"question1": "Two.", "question2": "Four.", "label": "no"},
+}
+KNOWS_CALLS = Path(__file__).parents[1] / "helpers" / "templates" / "qwen2.5.jinja"
+NAMED = re.compile(r"data\.(?:columns=\{.*?\}|format=\w+)")
 
 
 @pytest.mark.parametrize("name", READ)
@@ -354,3 +389,94 @@ def test_letters_of_windows_are_told(tmp_path: Path):
     (tmp_path / "rows.csv").write_bytes("prompt,completion\nGrüße?,Groß.\n".encode("windows-1252"))
     with pytest.raises(BadRow, match="iconv -f WINDOWS-1252"):
         rows_of(tmp_path / "rows.csv")
+
+
+def show(folder: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], *more: str) -> tuple[int, str, str]:
+    """What `preview` says of a row: its exit code, what it prints, and its log or its error."""
+    write_lines(folder / "rows.jsonl", [row])
+    base = ["model=tiny", "model.tokenizer_path=bytes", "training.max_length=2000", "color=never"]
+    code = preview.main([*base, f"data.path={folder / 'rows.jsonl'}", f"data.cache_folder={folder}", *more])
+    return code, *capsys.readouterr()
+
+
+def words_of(said: Any) -> list[str]:
+    """All texts in what a row says."""
+    if isinstance(said, dict):
+        return [word for value in said.values() for word in words_of(value)]
+    if isinstance(said, (list, tuple)):
+        return [word for value in said for word in words_of(value)]
+    return [said] if isinstance(said, str) else []
+
+
+@pytest.mark.usefixtures("quick_composing")
+@pytest.mark.parametrize("name", READ)
+def test_preview_shows_what_is_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row, expected = READ[name]
+    code, out, error = show(tmp_path, capsys, row)
+    if code == 2:  # the default template knows no calls
+        assert "data.chat_template" in error
+        code, out, error = show(tmp_path, capsys, row, f"data.chat_template={KNOWS_CALLS}")
+    assert code == 0, error
+    assert "1 row read, 1 used" in out and "[[" in out
+    assert all(text.strip() in out for turn in expected for text in words_of(turn[1:]) if "{" not in text)
+
+
+@pytest.mark.usefixtures("quick_composing")
+@pytest.mark.parametrize("name", ADVISED)
+def test_preview_names_the_setting_with_which_it_shows_the_row(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    row, expected = ADVISED[name]
+    code, out, error = show(tmp_path, capsys, row)
+    assert code == 2 and "Traceback" not in error
+    code, out, more = show(tmp_path, capsys, row, *NAMED.findall(error)[:1])
+    assert code == 0, error + more
+    assert all(text in out for turn in expected for text in words_of(turn[1] if isinstance(turn, tuple) else turn))
+
+
+@pytest.mark.usefixtures("quick_composing")
+@pytest.mark.parametrize("name", [*COMPARED, *ADVISED_PAIRS])
+def test_preview_shows_answers_to_compare(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row = COMPARED[name][0] if name in COMPARED else ADVISED_PAIRS[name]
+    code, out, error = show(tmp_path, capsys, row, "task=preference")
+    if name in ADVISED_PAIRS:
+        assert code == 2
+        code, out, error = show(tmp_path, capsys, row, "task=preference", *NAMED.findall(error)[:1])
+    assert code == 0, error
+    chosen, _, rejected = out.partition(", rejected")
+    assert "Four" in chosen.rpartition("[[")[2] and "Four." not in rejected.rpartition("---")[0].rpartition("[[")[2]
+
+
+@pytest.mark.usefixtures("quick_composing")
+@pytest.mark.parametrize("name", JUDGED)
+def test_two_texts_that_are_judged_together(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = ["task=sequence_classification", "task.labels=[yes,no]"]
+    code, out, error = show(tmp_path, capsys, JUDGED[name], *settings)
+    assert code == 2 and "text_pair" in error
+    code, out, error = show(tmp_path, capsys, JUDGED[name], *settings, *NAMED.findall(error)[:1])
+    assert code == 0, error
+    assert "labels: no" in out and "Two." in out and "Four." in out
+
+
+def test_two_texts_have_the_tokens_of_a_stock_pipeline():
+    tokenizer = byte_tokenizer()
+    pairs = LabelledRowTokenizer(tokenizer, TaskConfig(), 100, BadRows.truncate, {})
+    problem, tokens, _ = pairs.tokenize("Two.", "Four.")
+    assert problem == ("", "") and tokens == tokenizer("Two.", text_pair="Four.")["input_ids"]
+    cut = LabelledRowTokenizer(tokenizer, TaskConfig(), 6, BadRows.truncate, {})
+    stock = tokenizer("Two.", text_pair="Four.", truncation=True, max_length=6)["input_ids"]
+    assert cut.tokenize("Two.", "Four.")[1] == stock and len(stock) == 6
+
+
+@pytest.mark.parametrize("name", ["Glaive v2: a transcript with a call", "Capybara: pairs of input and output", "xLAM"])
+def test_the_command_itself_shows_the_row(name: str, tmp_path: Path):
+    row, expected = next(READ[key] for key in READ if key.startswith(name))
+    write_lines(tmp_path / "rows.jsonl", [row])
+    settings = [f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path}", "training.max_length=2000"]
+    command = [sys.executable, "-m", "qlora_fsdp", "preview", "model=tiny", "model.tokenizer_path=bytes", *settings]
+    done = subprocess.run(
+        [*command, "color=never", f"data.chat_template={KNOWS_CALLS}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 row read, 1 used" in done.stdout
+    assert all(word in done.stdout for turn in expected for word in words_of(turn[1:]) if "{" not in word)

@@ -30,7 +30,7 @@ MAX_KEYS = 12  # of a row, that are shown
 # What data sets call a prompt and so on, the commonest first.
 COMMON_NAMES = {
     "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
-    "prompt": ("prompt", "question", "instruction", "query", "input", "problem", "source", "user", "article"),
+    "prompt": ("prompt", "question", "instruction", "query", "input", "problem", "source", "inputs", "user", "article"),
     "completion": (
         "completion",
         "answer",
@@ -38,6 +38,7 @@ COMMON_NAMES = {
         "output",
         "solution",
         "target",
+        "targets",
         "assistant",
         "reply",
         "summary",

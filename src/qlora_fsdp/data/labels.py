@@ -1,8 +1,9 @@
 """Stages 2 to 4 for rows with labels: checked and tokenized, with their labels as numbers.
 
-A row is {"text": ..., "label": ...}. If words have labels, it is {"tokens": [words], "labels": [one per word]}. The
-tokens are those that a stock pipeline makes of the same text, special tokens included, so that an adapter sees in use
-what it saw in training.
+A row is {"text": ..., "label": ...}. Two texts that are judged together are {"text": ..., "text_pair": ..., "label":
+...}, the names that a stock pipeline has for them. If words have labels, a row is {"tokens": [words], "labels": [one
+per word]}. The tokens are those that a stock pipeline makes of the same text, special tokens included, so that an
+adapter sees in use what it saw in training.
 """
 
 from __future__ import annotations
@@ -20,13 +21,25 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
-from qlora_fsdp.data.columns import rename, show_keys
+from qlora_fsdp.data.columns import COMMON_NAMES, rename, show_keys
+from qlora_fsdp.data.guess import names_of, show_columns
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
+# What data sets call two texts that are judged together, in the order in which they are read.
+PAIR_NAMES = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("query", "passage"),
+)
 NO_LABEL = (None, -100)  # the labels of a word that has none
 MAX_DIGITS = 20  # of an index. Python reads no whole number of more than 4,300
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -56,9 +69,9 @@ class LabelledRowTokenizer:
     def _encode(self, raw: bytes) -> tuple[tuple[str, str], list[int], list[bool], list[float]]:
         row = rename(parse_row(raw), label_columns(self.columns, self.task))
         if self.task.name is TaskName.sequence_classification:
-            text = read_text(row)
+            text, pair = read_text(row), read_pair(row)
             labels = read_labels(row, self.task)
-            problem, tokens, _ = self.tokenize(text)
+            problem, tokens, _ = self.tokenize(text, pair)
             return problem, tokens, [False] * len(tokens), labels
         words, word_labels = _read_words(row, self.task)
         problem, tokens, offsets = self.tokenize(" ".join(words))
@@ -67,17 +80,29 @@ class LabelledRowTokenizer:
             raise BadRow(NO_TARGET, f"within {self.max_length} tokens" if problem[0] else "no word has a label")
         return problem, tokens, is_labelled, labels
 
-    def tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
-        """What is wrong with the length, token ids, and where each token is in the text; special ones are nowhere."""
+    def tokenize(self, text: str, pair: str | None = None) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
+        """What is wrong with the length, token ids, and where each token is in the text; special ones are nowhere.
+
+        Args:
+            text: of a row.
+            pair: the second text of the row; None: it has one text.
+        """
         whole, text = text, first_text(self.tokenizer, text, self.max_length)
-        encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
+        texts = [text]
+        if pair is not None:
+            whole += pair
+            texts.append(first_text(self.tokenizer, pair, self.max_length))
+        encoded = self.tokenizer(*texts, return_offsets_mapping=True, verbose=False)
+        if pair is not None and any(encoded.get("token_type_ids", ())):
+            reason = "the model tells text_pair from text by token types, with which it is not trained here"
+            raise BadRow(WRONG_KEYS, f"{reason}; write both texts in text")
         problem = ("", "")
         if len(encoded["input_ids"]) > self.max_length:
-            problem = (TOO_LONG, show_length(whole, text, len(encoded["input_ids"])))
+            problem = (TOO_LONG, show_length(whole, "".join(texts), len(encoded["input_ids"])))
             if self.bad_rows is not BadRows.truncate:
                 raise BadRow(*problem)
-            # The tokenizer cuts, because its last token may be a special one that must stay.
-            encoded = self.tokenizer(text, return_offsets_mapping=True, truncation=True, max_length=self.max_length)
+            # The tokenizer cuts, because its last token may be a special one that must stay; of a pair the longer text.
+            encoded = self.tokenizer(*texts, return_offsets_mapping=True, truncation=True, max_length=self.max_length)
         return problem, encoded["input_ids"], encoded["offset_mapping"]
 
 
@@ -92,7 +117,8 @@ def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: T
     columns = label_columns(columns, task)
     is_words = task.name is TaskName.token_classification
     given, labels = ("tokens", WORD_LABEL_KEYS) if is_words else ("text", LABEL_KEYS)
-    wanted = {columns.get(key, key) for key in (given, *labels)}
+    more = () if is_words else ("text_pair",)
+    wanted = {columns.get(key, key) for key in (given, *more, *labels)}
     found = [name for name in names if name in wanted]
     return found if columns.get(given, given) in found and len(found) > 1 else list(names)
 
@@ -105,12 +131,24 @@ def read_text(row: dict[str, Any]) -> str:
     """
     text = row.get("text")
     if text is None:
-        raise BadRow(WRONG_KEYS, _no_key("text", row))
+        raise BadRow(WRONG_KEYS, _no_text(row))
     if not isinstance(text, str):
         raise BadRow(WRONG_TYPES, f"text is {type(text).__name__}, not text")
     if not text.strip():
         raise BadRow(EMPTY, "text is empty")
     return text
+
+
+def read_pair(row: dict[str, Any]) -> str | None:
+    """The second text of a row; None: it has one text.
+
+    Raises:
+        BadRow: it is no text.
+    """
+    pair = row.get("text_pair")
+    if not isinstance(pair, (str, type(None))):
+        raise BadRow(WRONG_TYPES, f"text_pair is {type(pair).__name__}, not text")
+    return pair
 
 
 def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
@@ -253,6 +291,18 @@ def label_first_tokens(
             token += 1
         begin += len(word) + 1
     return is_labelled, found
+
+
+def _no_text(row: dict[str, Any]) -> str:
+    """That a row has no text, with the setting that reads its two texts, or its one text, of names that are common."""
+    texts = {key: value for key, value in row.items() if isinstance(value, str) and value.strip()}
+    pairs = [names_of(texts, names) for names in PAIR_NAMES]
+    names = next((found for found in pairs if len(found) == 2), names_of(texts, COMMON_NAMES["text"])[:1])
+    if not names:
+        return _no_key("text", row)
+    return (
+        f"no text; keys are {show_keys(row)}; set {show_columns(dict(zip(('text', 'text_pair'), names, strict=False)))}"
+    )
 
 
 def _no_key(key: str, row: dict[str, Any]) -> str:

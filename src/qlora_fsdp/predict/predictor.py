@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn, ProblemType, T
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.data.columns import rename
 from qlora_fsdp.data.format import format_row
-from qlora_fsdp.data.labels import LabelledRowTokenizer, label_columns, label_first_tokens, read_text
+from qlora_fsdp.data.labels import LabelledRowTokenizer, label_columns, label_first_tokens, read_pair, read_text
 from qlora_fsdp.data.read_answers import PAIR_KEYS, RESPONSES, Answer, read_answers
 from qlora_fsdp.data.read_row import read_row
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, WRONG_KEYS, WRONG_TYPES, BadRow
@@ -84,7 +84,8 @@ class Predictor:
         try:
             match self.task.name:
                 case TaskName.sequence_classification:
-                    return self._encode_text(read_text(self._renamed(row)))
+                    named = self._renamed(row)
+                    return self._encode_text(read_text(named), read_pair(named))
                 case TaskName.token_classification:
                     return self._encode_words(self._renamed(row))
                 case TaskName.reward:
@@ -99,8 +100,8 @@ class Predictor:
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         return rename(row, label_columns(self.columns, self.task))
 
-    def _encode_text(self, text: str) -> EncodedRow:
-        problem, tokens, _ = self._tokenize(text)
+    def _encode_text(self, text: str, pair: str | None) -> EncodedRow:
+        problem, tokens, _ = self._tokenize(text, pair)
         return EncodedRow([tokens], is_cut=bool(problem[0]))
 
     def _encode_words(self, row: dict[str, Any]) -> EncodedRow:
@@ -111,11 +112,11 @@ class Predictor:
         places = dict(zip(map(int, numbers), np.flatnonzero(is_first).tolist(), strict=True))
         return EncodedRow([tokens], tuple(places.get(n) for n in range(len(words))), is_cut=bool(problem[0]))
 
-    def _tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
+    def _tokenize(self, text: str, pair: str | None = None) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
         tokenize = LabelledRowTokenizer(
             self.trained.tokenizer, self.task, self.max_length, BadRows.truncate, self.columns
         ).tokenize
-        return tokenize(text)
+        return tokenize(text, pair)
 
     def _encode_answers(self, row: dict[str, Any]) -> EncodedRow:
         tokenizer = self.trained.tokenizer

@@ -37,6 +37,7 @@ _COLUMNS = (
     "output",
     "reasoning_content",
     "text",
+    "text_pair",
     "label",
     "labels",
     "tokens",
