@@ -35,16 +35,21 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from qlora_fsdp import status
-from qlora_fsdp.common.errors import UserError, print_error
+from qlora_fsdp.common.errors import UserError, print_error, refuse
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_lora
+from qlora_fsdp.config.checks.check_launch import check_accelerate_file
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
 from qlora_fsdp.config.reading.commands import load_command
-from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig, QuantConfig
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LaunchConfig, LossOn, ModelConfig, QuantConfig
+from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.read import find_source, iterate_rows
+from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings
+from qlora_fsdp.inference.completions import _read_generation
+from qlora_fsdp.inference.prompts import chat_tokens
 from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
@@ -328,7 +333,40 @@ def _read_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "saved")
 
 
+def _make_generation(folder: Path) -> None:
+    values = {"eos_token_id": [257, 2], "pad_token_id": 258, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    more = {"num_beams": 2, "repetition_penalty": 1.1, "max_length": 4096, "bos_token_id": 256}
+    (folder / "generation_config.json").write_text(json.dumps(values | more))
+    _make_model(folder)
+
+
+def _read_generation_config(folder: Path) -> None:
+    load_tokenizer(ModelConfig(path=str(folder)), DataConfig())  # remembers the ids at which generation stops
+    _read_generation(folder / "generation_config.json")
+
+
+def _render_chat(folder: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)), DataConfig())
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    with suppress(BadRow):  # of a run, rows that its template refuses are counted
+        format_messages(chat, None, LossOn.completion, tokenizer)
+        chat_tokens(tokenizer, chat[:1], None, "the prompt")
+
+
+def _make_accelerate(folder: Path) -> None:
+    lines = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "machine_rank": 0}
+    more = {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False}, "main_process_port": 29500}
+    (folder / "accelerate.yaml").write_text(json.dumps(lines | more))  # JSON is YAML
+
+
+def _read_accelerate(folder: Path) -> None:
+    refuse(check_accelerate_file(LaunchConfig(config_file=str(folder / "accelerate.yaml"))))
+
+
 KINDS = {
+    "generation_config.json": Kind(_make_generation, "generation_config.json", _read_generation_config),
+    "chat_template.jinja": Kind(_make_model, "chat_template.jinja", _render_chat, is_text=False),
+    "accelerate's file": Kind(_make_accelerate, "accelerate.yaml", _read_accelerate),
     "config.json": Kind(_make_model, "config.json", _load_model),
     "index": Kind(lambda folder: _make_model(folder, "100KB"), "model.safetensors.index.json", _load_model),
     "safetensors": Kind(_make_model, "model.safetensors", _load_model, is_text=False),

@@ -252,7 +252,13 @@ def test_files_that_are_no_json(adapter: Adapter, name: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"repetition_penalty": "x"}, {"repetition_penalty": -1}, {"eos_token_id": 1.5}, {"eos_token_id": True}],
+    [
+        {"repetition_penalty": "x"},
+        {"repetition_penalty": -1},
+        {"eos_token_id": 1.5},
+        {"eos_token_id": True},
+        {"num_beams": 200_000},
+    ],
 )
 def test_generation_settings_of_a_wrong_type(adapter: Adapter, values: dict[str, Any]) -> None:
     (adapter.base / "generation_config.json").write_text(json.dumps(values))

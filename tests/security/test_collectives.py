@@ -34,6 +34,7 @@ from qlora_fsdp.common.errors import LaunchError, RankError
 from qlora_fsdp.common.run_key import NODE_FOLDER, RUN_KEY, find_folder, make_key
 from qlora_fsdp.launch import run_accelerate
 from qlora_fsdp.runtime import packets
+from qlora_fsdp.runtime import processes as processes_module
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from tests.cli.launch import SHORT_STEPS, Launch, child_environment
 from tests.helpers.ranks import run_ranks, start_process
@@ -193,6 +194,21 @@ def test_a_folder_that_others_may_enter_is_no_place_to_meet(tmp_path: Path) -> N
         folder.chmod(0o700)
         os.chown(folder, NOBODY, NOBODY)
         assert find_folder(environ, is_one_node=True) is None
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("address", "listens"), [("127.0.0.1", True), ("203.0.113.1", False)])
+def test_a_store_is_served_at_the_address_that_ranks_are_told(address: str, listens: bool) -> None:
+    """None where that is no address of this host, as behind a gateway: torch serves at all addresses then."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    listener = processes_module._listen(address, port, is_one_node=True)
+    assert (listener is not None) is listens
+    if listener is not None:
+        assert listener.getsockname()[0] == address
+        listener.close()
+    assert processes_module._listen("127.0.0.1", port, is_one_node=False) is None  # others could not reach it
 
 
 def pester(ports: list[int]) -> None:

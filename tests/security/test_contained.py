@@ -150,6 +150,13 @@ def test_what_was_tried_is_tried_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) == 2
 
 
+def test_a_text_that_a_regular_expression_does_not_get_over(tmp_path: Path) -> None:
+    """The tokenizer was tried with texts that have no such run of letters."""
+    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", splitting("(z|zz)+$")), DataConfig())
+    with pytest.raises(DataError, match=r"^The tokenizer can't tokenize a text: .*retry-limit-in-match"):
+        tokenizer_module.encode(tokenizer, "z" * 200 + "!")
+
+
 SIZES: dict[str, dict[str, Any]] = {
     "a mask of positions": {"model_type": "gpt_neo", "max_position_embeddings": 95_000},
     "places of patches": {"model_type": "gemma3", "vision_config": {"image_size": 34_000, "patch_size": 1}},

@@ -20,7 +20,7 @@ from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read_row import read_row
 from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt
-from qlora_fsdp.data.tokenizer import begin_tokens, encode
+from qlora_fsdp.data.tokenizer import begin_tokens, blaming_tokenizer, encode
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -95,12 +95,13 @@ class RowTokenizer:
             row.text if row.may_split and keeps_all else first_text(self.tokenizer, row.text, self.max_length)
             for row in rows
         ]
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        with blaming_tokenizer():
+            encoded = self.tokenizer(
+                texts,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                verbose=False,
+            )
         begin, eos = begin_tokens(self.tokenizer), self.tokenizer.eos_token_id
         ends = () if all(row.is_chat for row in rows) else ends_of(self.tokenizer)
         for row, text, ids, encoding in zip(rows, texts, encoded["input_ids"], encoded.encodings, strict=True):

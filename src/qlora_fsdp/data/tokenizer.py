@@ -7,8 +7,8 @@ import json
 import os
 import re
 import string
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -164,8 +164,28 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text's own tokens: none are added at its beginning or end."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    with blaming_tokenizer():
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+@contextmanager
+def blaming_tokenizer() -> Iterator[None]:
+    """Around a call of a tokenizer, whose regular expressions may be beyond what their engine does for a text.
+
+    Raises:
+        DataError: they are. `tokenizers` raises an Exception then, of no other class, or ends in a panic.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        reason = shorten(" ".join(str(error).split()).rstrip("."))
+        raise DataError(
+            f"The tokenizer can't tokenize a text: {reason}. Set model.tokenizer_path to another, or leave the text "
+            "out."
+        ) from error
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

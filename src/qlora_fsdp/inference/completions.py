@@ -34,6 +34,7 @@ from qlora_fsdp.sharding.by_rows import ByRows, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 GENERATION_FILE = "generation_config.json"
+MOST_ROWS = 2**10  # for each prompt; who searches by beams has some ten
 LIMIT = 2**63  # of numbers; torch has none above
 STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
 PAD = 0
@@ -42,6 +43,11 @@ NUM_NEW = 2
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < LIMIT
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it can be a number of rows for each prompt, which are computed at the same time."""
+    return _is_number(value) and abs(value) <= MOST_ROWS
 
 
 def _are_ids(value: Any) -> bool:
@@ -57,8 +63,9 @@ def _are_texts(value: Any) -> bool:
 # What the values of a generation_config.json have to be, of those of which transformers does not say it clearly.
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p", "guidance_scale", "max_time"), _is_number),
-    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams"), _is_number),
-    **dict.fromkeys(("num_return_sequences", "no_repeat_ngram_size", "prompt_lookup_num_tokens"), _is_number),
+    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens"), _is_number),
+    **dict.fromkeys(("no_repeat_ngram_size", "prompt_lookup_num_tokens"), _is_number),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), _is_count),
     **dict.fromkeys(("eos_token_id", "pad_token_id", "forced_eos_token_id", "suppress_tokens"), _are_ids),
     "stop_strings": _are_texts,
     "repetition_penalty": lambda value: _is_number(value) and value > 0,

@@ -17,8 +17,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, cast
 
@@ -332,8 +334,8 @@ def rank_0_holds_store() -> bool:
 def open_store(world: World, timeout: timedelta) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT.
 
-    torch serves it at every address of the host. Where rank 0 serves it and all ranks are on this node, it is served at
-    MASTER_ADDR alone if that leads to no other host.
+    torch serves it at every address of the host. Where rank 0 serves it, it is served at MASTER_ADDR alone, if that is
+    an address of this host that the other ranks can reach.
 
     Raises:
         DeviceError: the variables do not say where, or name a host that is not known.
@@ -346,15 +348,29 @@ def open_store(world: World, timeout: timedelta) -> Store:
     if not os.environ["MASTER_PORT"].isdecimal():
         raise DeviceError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a number. {start}")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_local = world.num_ranks == world.local_num_ranks and address in ("localhost", "127.0.0.1")
+    is_one_node = world.num_ranks == world.local_num_ranks
     is_server = world.rank == 0 and rank_0_holds_store()
     wait_until_known(address, min(NAME_SECONDS, timeout.total_seconds()))
     if not is_server:
         _wait_until_open(address, port, time.monotonic() + timeout.total_seconds())
-    if not (is_local and rank_0_holds_store() and port != 0):
+    if not rank_0_holds_store() or port == 0:
         return cast(Store, next(rendezvous("env://", timeout=timeout))[0])
-    descriptor = socket.create_server(("127.0.0.1", port)).detach() if is_server else None
-    return TCPStore("127.0.0.1", port, world.num_ranks, is_server, timeout, master_listen_fd=descriptor)
+    listener = _listen(address, port, is_one_node) if is_server else None
+    descriptor = None if listener is None else listener.detach()
+    return TCPStore(address, port, world.num_ranks, is_server, timeout, master_listen_fd=descriptor)
+
+
+def _listen(address: str, port: int, is_one_node: bool) -> socket.socket | None:
+    """A socket that listens at one address alone; None: the ranks of other hosts could not reach it there.
+
+    A host may know its own name as an address of loopback, and others reach it by one of a gateway, which it has not.
+    """
+    for family, _, _, _, found in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if not is_one_node and ip_address(str(found[0]).partition("%")[0]).is_loopback:
+            return None
+        with suppress(OSError):
+            return socket.create_server((str(found[0]), port), family=family)
+    return None
 
 
 def wait_until_known(address: str, seconds: float) -> None:
