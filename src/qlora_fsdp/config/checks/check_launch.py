@@ -19,6 +19,7 @@ import yaml
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import first_line
+from qlora_fsdp.config.bounded_yaml import parse_yaml, read_small_text
 from qlora_fsdp.config.schema import (
     SIGNAL_SECONDS,
     Activations,
@@ -57,7 +58,11 @@ def read_accelerate_file(file: Path) -> dict[str, Any]:
         ValueError: it can't be read, or has none; the message says so.
     """
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = read_small_text(file)
+        values = yaml.safe_load(text)
+        parse_yaml(text)  # what aliases repeat has a limit, before anything is printed
+    except RecursionError:
+        raise ValueError("can't be read: it is nested too deeply.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"can't be read: {first_line(error).rstrip('.')}.") from error
     if not isinstance(values, dict):
