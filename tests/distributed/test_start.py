@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from qlora_fsdp.config.schema import Config, ProblemType
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.tasks.preference import FrozenCopy
+from qlora_fsdp.model.tasks.referenced import FrozenCopy
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor

@@ -46,6 +46,8 @@ def test_every_option_composes_and_validates(group: str, option: str, monkeypatc
     without = [override for override in DRY_RUN if not override.startswith(f"{group}=")]
     own_data = ["data.path=org/name"] if (group, option) == ("data", "default") else []
     own_data += ["data=default", "data.path=org/name", "task.labels=[a,b]"] if option.endswith("classification") else []
+    if option == "grpo":
+        own_data = ["data=default", "data.path=org/name", "reward.functions=[exact_match]"]
     own_model = ["model.path=org/name"] if (group, option) == ("model", "custom") else []
     world = World(has_fp8=option == "fp8")
     check(load_config([*without, f"{group}={option}", *own_data, *own_model]), world)

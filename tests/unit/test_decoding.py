@@ -36,11 +36,11 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
 )
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.decoding.completer import Completer, Request
-from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
+from qlora_fsdp.decoding.sampling import Draws, Sampling, why_not_sampled
 from qlora_fsdp.decoding.slot_cache import SlotCache
 from qlora_fsdp.decoding.steps import Prompts, Steps
 from qlora_fsdp.decoding.stop_strings import StopStrings
@@ -230,11 +230,11 @@ def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch)
     """As if a call of more than two prompts took more memory than there is, and four slots too."""
     admit, allocate, sizes = Steps.admit, SlotCache.allocate, []
 
-    def admit_two(steps: Steps, slots: list[int], prompts: list[list[int]], pad_token_id: int) -> None:
+    def admit_two(steps: Steps, slots: list[int], prompts: list[list[int]], *others: Any) -> None:
         sizes.append(len(prompts))
         if len(prompts) > 2:
             raise torch.OutOfMemoryError
-        admit(steps, slots, prompts, pad_token_id)
+        admit(steps, slots, prompts, *others)
 
     def allocate_three(cache: SlotCache, num_slots: int, *others: Any) -> None:
         if num_slots > 3:
@@ -297,18 +297,24 @@ def logits(num_rows: int = 4) -> Tensor:
     return 2 * torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("settings", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 8}, {}], ids=str)
-def test_tokens_are_drawn_by_the_shares_that_transformers_gives_them(settings: dict[str, Any]):
+@pytest.mark.parametrize("is_keyed", [False, True], ids=["torch's numbers", "numbers of keys"])
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 8}, {"min_p": 0.05}, {}], ids=str
+)
+def test_tokens_are_drawn_by_the_shares_that_transformers_gives_them(settings: dict[str, Any], is_keyed: bool):
     """20,000 draws of each row: shares differ by less than four standard deviations."""
     rows, shares = logits(), logits() / 1.3
     if "top_k" in settings:
         shares = TopKLogitsWarper(settings["top_k"])(None, shares)  # type: ignore[arg-type]
     if "top_p" in settings:
         shares = TopPLogitsWarper(settings["top_p"])(None, shares)  # type: ignore[arg-type]
+    if "min_p" in settings:
+        shares = MinPLogitsWarper(settings["min_p"])(None, shares)  # type: ignore[arg-type]
     torch.manual_seed(0)
     expected, number = shares.softmax(-1), 20_000
-    for row, share in zip(rows, expected, strict=True):
-        drawn = Sampling(temperature=1.3, **settings).choose(row.expand(number, -1), None)
+    for key, (row, share) in enumerate(zip(rows, expected, strict=True)):
+        draws = Draws(torch.arange(number) // 200 + 1000 * key, torch.arange(number) % 200) if is_keyed else None
+        drawn = Sampling(temperature=1.3, **settings).choose(row.expand(number, -1), None, draws)
         found = torch.bincount(drawn, minlength=50) / number
         assert (found[share == 0] == 0).all()
         assert ((found - share).abs() <= 4 * (share * (1 - share) / number).sqrt() + 1e-6).all()
@@ -335,7 +341,8 @@ def test_tokens_are_those_among_which_generate_draws(settings: dict[str, Any]):
     [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}, True),
         ({"do_sample": False, "min_p": 0.1}, True),
-        ({"do_sample": True, "min_p": 0.1}, False),
+        ({"do_sample": True, "min_p": 0.1}, True),
+        ({"do_sample": True, "typical_p": 0.5}, False),
         ({"num_beams": 4}, False),
         ({"no_repeat_ngram_size": 3}, False),
         ({"suppress_tokens": [3]}, False),
@@ -343,3 +350,63 @@ def test_tokens_are_those_among_which_generate_draws(settings: dict[str, Any]):
 )
 def test_settings_that_are_not_known_are_left_to_transformers(settings: dict[str, Any], is_known: bool):
     assert (why_not_sampled(GenerationConfig(**settings)) is None) is is_known
+
+
+def test_numbers_of_keys_are_exponential_and_have_nothing_in_common():
+    """A million numbers; and rows, neighbours and positions are uncorrelated within four standard deviations."""
+    keys, positions = torch.arange(10).repeat(10), torch.arange(10).repeat_interleave(10)
+    drawn = Draws(keys, positions).exponentials(10_000)
+    assert drawn.min() > 0
+    assert drawn.isfinite().all()
+    ordered = drawn.flatten().sort().values
+    wanted = -(1 - (torch.arange(len(ordered)) + 0.5) / len(ordered)).log()
+    assert (ordered.neg().exp() - wanted.neg().exp()).abs().max() < 1.95 / len(ordered) ** 0.5  # Kolmogorov, 0.1 %
+    assert torch.corrcoef(drawn).fill_diagonal_(0).abs().max() < 5 / 10_000**0.5
+    assert torch.corrcoef(torch.stack([drawn[:, 1:].flatten(), drawn[:, :-1].flatten()]))[0, 1].abs() < 0.004
+
+
+def drawn_texts(num_slots: int, chosen: list[int], **options: Any) -> list[Request]:
+    """Four texts of each prompt, of which those that are chosen are completed, in that order."""
+    of_prompts = prompts()
+    found = [Request(of_prompts[n // 4], NUM_NEW[n // 4], key=n * 7919) for n in range(4 * len(of_prompts))]
+    completer = Completer(build("llama"), CPU, Sampling(temperature=4.0), ENDS, 0, num_slots, is_keyed=True, **options)
+    completer.complete([found[n] for n in chosen])
+    return found
+
+
+def test_drawn_texts_do_not_depend_on_slots_order_or_what_is_beside_them():
+    everything = [*range(4 * len(LENGTHS))]
+    expected = drawn_texts(32, everything)
+    assert len({tuple(request.completion) for request in expected}) > 20
+    for num_slots, chosen in ((1, everything), (3, everything[::-1]), (8, everything), (8, everything[::5])):
+        found = drawn_texts(num_slots, chosen)
+        assert [found[n].completion for n in chosen] == [expected[n].completion for n in chosen]
+        for n in chosen:
+            assert found[n].log_probs == pytest.approx(expected[n].log_probs, abs=1e-5)
+
+
+def test_a_prompt_is_read_once_for_all_its_texts(monkeypatch: pytest.MonkeyPatch):
+    read: list[int] = []
+    whole = Prompts.read
+
+    def count(self: Prompts, slots: Any, prompts: Any, pad_token_id: int) -> None:
+        read.append(len(prompts))
+        whole(self, slots, prompts, pad_token_id)
+
+    monkeypatch.setattr(Prompts, "read", count)
+    found = drawn_texts(32, [*range(4 * len(LENGTHS))])
+    assert sum(read) == len(LENGTHS)
+    assert all(request.completion for request in found)
+
+
+def test_log_probabilities_are_those_of_a_pass_over_the_text():
+    """With a temperature and a part of the tokens left out, which does not change them."""
+    model = build("llama")
+    found = [Request(prompt, number, key=n) for n, (prompt, number) in enumerate(zip(prompts(), NUM_NEW, strict=True))]
+    Completer(model, CPU, Sampling(temperature=1.5, top_k=30), ENDS, 0, 4, is_keyed=True).complete(found)
+    for request in found:
+        ids = torch.tensor([request.prompt + request.completion])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt) - 1 : -1] / 1.5
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(request.completion)[:, None])[:, 0]
+        assert request.log_probs == pytest.approx(expected.tolist(), abs=1e-4)

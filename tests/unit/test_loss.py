@@ -53,6 +53,15 @@ def test_loss_and_gradient(
     found = [hidden] if is_frozen else [hidden, *head.parameters()]
     for tensor, expected_grad in zip(found, expected_grads, strict=not is_frozen):
         torch.testing.assert_close(tensor.grad.double(), expected_grad, rtol=1e-5, atol=1e-6)
+    hidden.grad = None
+    losses, entropies = head(hidden, targets, "with_entropy")
+    (3 * losses.sum()).backward()
+    torch.testing.assert_close(hidden.grad.double(), expected_grads[0], rtol=1e-5, atol=1e-6)
+    assert losses.sum().item() == pytest.approx(expected.item(), rel=1e-6)
+    logits = factor * F.linear(hidden.detach(), *head.parameters()).double()
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = torch.distributions.Categorical(logits=capped).entropy() * (targets != -100)
+    torch.testing.assert_close(entropies.detach().double(), wanted, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert head(hidden, targets).item() == pytest.approx(expected.item(), rel=1e-6)
         assert head(hidden).shape == (2, num_tokens // 2, 50)

@@ -96,6 +96,10 @@ class TrainingError(UserError):
     exit_code = 5
 
 
+class RewardError(UserError):
+    """A function that rewards answers has failed, or takes too long."""
+
+
 class RunFolderError(UserError):
     """The run folder can't be written: there is no permission, or the disk is read-only or full."""
 

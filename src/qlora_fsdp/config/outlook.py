@@ -73,7 +73,7 @@ class Outlook:
         is_random = config.data.format is DataFormat.random or config.model.weights is Weights.random
         lora = config.lora
         return cls(
-            may_learn=not is_random,
+            may_learn=not is_random and not config.task.writes_answers,  # whose loss says nothing of what is learned
             learning_rate=config.training.learning_rate,
             usual_rates=usual_rates(config.optim.name, lora),
             adapter=f"optim={config.optim.name.name} lora.r={lora.r} lora.lora_alpha={lora.lora_alpha:g}",

@@ -24,12 +24,15 @@ from qlora_fsdp.config.schema import (
     Config,
     DataConfig,
     FsdpConfig,
+    GrpoConfig,
     KernelsConfig,
     LoraConfig,
     OnBadStep,
     OptimConfig,
     PreferenceConfig,
     QuantConfig,
+    RewardConfig,
+    RolloutConfig,
     ShardingStrategy,
     TaskConfig,
     TaskName,
@@ -48,10 +51,19 @@ class TaskSpec:
     Attributes:
         settings: the task, and the labels of classifiers.
         preference: the loss of task=preference.
+        grpo: the loss of task=grpo.
+        rollout: how its answers are written.
     """
 
     settings: TaskConfig = field(default_factory=TaskConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    @classmethod
+    def of(cls, config: Config) -> TaskSpec:
+        """The task of a run or of a command."""
+        return cls(config.task, config.preference, config.grpo, config.rollout)
 
     @property
     def name(self) -> TaskName:
@@ -74,6 +86,11 @@ class TaskSpec:
         return self.settings.has_labels
 
     @property
+    def writes_answers(self) -> bool:
+        """Whether a row of the data is a prompt alone, and the model learns from what it answers itself."""
+        return self.settings.writes_answers
+
+    @property
     def has_pairs(self) -> bool:
         """Whether a row of the data is a prompt with two answers, which stay together in a sequence."""
         is_paired = self.name is TaskName.reward or self.preference.loss.is_paired
@@ -90,7 +107,10 @@ class TaskSpec:
         """Forward passes of a micro-batch without a gradient, besides the one that is trained on.
 
         The reference's, unless it is precomputed; and KTO's of mismatched answers, by the model and by the reference.
+        Of answers that the model has written itself, its own before the first step on them, and the reference's.
         """
+        if self.writes_answers:
+            return int(self.grpo.needs_old_log_probs) + int(self.grpo.beta > 0)
         if self.name is not TaskName.preference:
             return 0
         in_step = int(self.computes_reference)
@@ -129,7 +149,7 @@ class ModuleSpec:
         return cls(
             quant=config.quant,
             lora=config.lora,
-            task=TaskSpec(config.task, config.preference),
+            task=TaskSpec.of(config),
             kernels=config.kernels,
             compute=config.compute,
             router_aux_loss_coef=config.training.router_aux_loss_coef,
@@ -159,7 +179,7 @@ class BatchSpec:
     def of(cls, config: Config, size: int) -> BatchSpec:
         """The micro-batches of a run; its rows are packed unless it is sure that they are not."""
         return cls(
-            task=TaskSpec(config.task, config.preference),
+            task=TaskSpec.of(config),
             size=size,
             max_length=config.training.max_length,
             packs_rows=not config.is_padded,
@@ -205,7 +225,7 @@ class DataSpec:
         training = config.training
         return cls(
             settings=config.data,
-            task=TaskSpec(config.task, config.preference),
+            task=TaskSpec.of(config),
             max_length=training.max_length,
             packs_rows=training.packing is not False,
             seed=training.seed,
@@ -308,6 +328,7 @@ class StepSpec:
         eval_every_steps: steps between evaluations; None: only before and after training.
         early_stopping_patience: evaluations in a row without a lower loss that end the run; None: none do.
         deterministic: whether the run repeats to the bit.
+        num_iterations: steps on the same sequences, one after another.
     """
 
     micro_batch_size: int
@@ -323,10 +344,18 @@ class StepSpec:
     eval_every_steps: int | None = None
     early_stopping_patience: int | None = None
     deterministic: bool = False
+    num_iterations: int = 1
 
     @classmethod
     def of(
-        cls, training: TrainingConfig, optim: OptimConfig, num_ranks: int, *, micro_batch_size: int, num_slices: int = 1
+        cls,
+        training: TrainingConfig,
+        optim: OptimConfig,
+        num_ranks: int,
+        *,
+        micro_batch_size: int,
+        num_slices: int = 1,
+        num_iterations: int = 1,
     ) -> StepSpec:
         """The steps of a run on a number of ranks; the memory plan has chosen the micro-batch and the slices."""
         num_groups = num_ranks // num_slices
@@ -344,6 +373,7 @@ class StepSpec:
             eval_every_steps=training.eval_every_steps,
             early_stopping_patience=training.early_stopping_patience,
             deterministic=training.deterministic,
+            num_iterations=num_iterations,
         )
 
 
@@ -391,6 +421,7 @@ class RunSpec:
         shards: how parameters are spread over the ranks.
         steps: the optimizer steps.
         saving: when checkpoints are written, and how many are kept.
+        reward: what rewards answers that the model writes.
         generations: how many texts the model writes at an evaluation, and how long they may be.
         tracking: the trackers.
         recorded: every setting by its key, as the files of a run have it: as it was typed, without what the environment
@@ -404,6 +435,7 @@ class RunSpec:
     shards: ShardSpec
     steps: StepSpec
     saving: CheckpointConfig
+    reward: RewardConfig
     generations: TrackingConfig
     tracking: TrackingSpec
     recorded: Mapping[str, Any]

@@ -91,6 +91,8 @@ def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
     """The settings with a default global batch that these ranks can share, and a note if it was rounded."""
     total = config.training.global_batch_size
     unit = sequences_at_once(config.training, config.distributed, num_ranks)
+    if config.task.writes_answers:  # a batch counts prompts, whose answers are divided among the ranks
+        return config, None
     if total != DEFAULT_GLOBAL_BATCH or unit < 1 or total % unit == 0:
         return config, None
     rounded = nearest_batch(total, unit)

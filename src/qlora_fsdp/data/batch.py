@@ -25,6 +25,31 @@ from qlora_fsdp.data.tokenize import TokenRow
 
 
 @dataclass(frozen=True)
+class Rewarded:
+    """What a loss knows of answers that the model has written itself, laid out as the targets of a batch are.
+
+    Attributes:
+        advantages: float32 [num_rows], how much better each row's answer is than others to its prompt.
+        weights: float32 [B, L], what each token counts in the loss; 0 where there is no target.
+        sampled: float32 [B, L], the log-probability that each token was drawn with.
+        old: float32 [B, L], the log-probabilities before the first step on these answers; None: they are those of the
+            pass itself.
+        reference: float32 [B, L], those under the model before training; None: no loss asks for them.
+    """
+
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    sampled: torch.Tensor
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Rewarded:
+        """The same with what a function makes of each tensor."""
+        made = {name: None if value is None else function(value) for name, value in vars(self).items()}
+        return Rewarded(**cast(dict[str, Any], made))
+
+
+@dataclass(frozen=True)
 class Batch:
     """A micro-batch of B sequences of L tokens, or a slice of each, with L tokens in it and the starts of all rows.
 
@@ -50,6 +75,7 @@ class Batch:
             training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,
             or the loss needs none.
         num_slices: slices of a sequence; 1: sequences are whole.
+        rewarded: what is known of answers that the model has written; None of other rows.
     """
 
     input_ids: torch.Tensor
@@ -69,6 +95,7 @@ class Batch:
     margins: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     num_slices: int = 1
+    rewarded: Rewarded | None = None
 
     @property
     def whole_length(self) -> int:
@@ -95,6 +122,8 @@ class Batch:
         tensors: dict[str, Any] = {
             name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
+        if self.rewarded is not None:
+            tensors["rewarded"] = self.rewarded.map(function)
         if self.mismatched is not None:
             tensors["mismatched"] = self.mismatched._map(function)
         return replace(self, **tensors)
@@ -184,6 +213,22 @@ def lay_out(rows: Sequence[Sequence[TokenRow]], length: int, pad_token_id: int) 
         max_row_length=int(np.diff(row_starts).max()),
         num_tokens=torch.tensor([sum(len(tokens) for tokens, _ in sequence) for sequence in rows], dtype=torch.int64),
     )
+
+
+def lay_out_values(values: Sequence[Sequence[NDArray[np.float32]]], length: int) -> torch.Tensor:
+    """Lays out a number for each token of rows as `lay_out` does their targets: float32 [B, length], 0 elsewhere.
+
+    Args:
+        values: for each of B sequences those of its rows, [tokens of the row]. A row's first token is no target.
+        length: L.
+    """
+    laid = np.zeros((len(values), length), dtype=np.float32)
+    for b, rows in enumerate(values):
+        begin = 0
+        for row in rows:
+            laid[b, begin : begin + len(row) - 1] = row[1:]
+            begin += len(row)
+    return torch.from_numpy(laid)
 
 
 def _collate_answers(sequences: Sequences, indices: Indices, micro_batch_size: int) -> Batch:

@@ -189,6 +189,7 @@ class DataReport:
         purpose: what the training data is used for, if it is not for training.
         num_answers: see `sequences.Rows`.
         notes: what is likely to be a mistake, though the run can go on.
+        are_prompts: whether rows are prompts that the model answers itself.
     """
 
     sources: tuple[ReadReport, ...]
@@ -206,8 +207,15 @@ class DataReport:
     purpose: str = "training"
     num_answers: int = 0
     notes: tuple[str, ...] = ()
+    are_prompts: bool = False
 
     def __str__(self) -> str:
+        if self.are_prompts:
+            sources = [str(source) for source in self.sources]
+            lines = [*sources, f"training: {plural(self.num_rows, 'prompt')}, {self.num_tokens:,} tokens"]
+            if self.num_eval_sequences:
+                lines.append(f"evaluation: {plural(self.num_eval_sequences, 'prompt')}")
+            return "\n".join(lines)
         counted = self._targets(self.num_target_tokens, f"{self.num_target_tokens:,} with a loss")
         lines = [
             *(str(source) for source in self.sources),

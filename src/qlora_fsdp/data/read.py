@@ -101,6 +101,8 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
 def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
     if task.has_labels:
         return used_label_columns(names, data.columns, task)
+    if task.writes_answers:  # whose functions may ask for any column
+        return list(names)
     if task.compares_answers:
         return preference_columns(names, data.columns)
     return text_columns(names, data.format, data.columns)

@@ -46,7 +46,7 @@ def split_batches(spec: StepSpec, num_ranks: int, num_sequences: int) -> BatchSp
     if spec.max_steps is not None:
         total = spec.max_steps * size
     else:
-        total = max(1, round(spec.num_epochs * num_sequences))
+        total = max(1, round(spec.num_epochs * num_sequences * spec.num_iterations))
     num_groups = num_ranks // spec.num_slices
     num_steps = math.ceil(total / size)
     return BatchSplit(spec.micro_batch_size, size, num_groups, num_steps, total, spec.num_slices)

@@ -43,12 +43,17 @@ class Request:
         is_done: asked after each new token, with all new ones, whether the text ends there; None: only what ends all
             texts of the completer and `max_new_tokens` end it.
         completion: the new tokens, with those that end it.
+        key: from 0 to 2**63 - 1, of which its random numbers are made where the completer asks for it. Texts with one
+            key and one prompt are the same.
+        log_probs: of the new tokens, where the completer keeps them, as `Sampling.log_probs` has them.
     """
 
     prompt: list[int]
     max_new_tokens: int
     is_done: Callable[[list[int]], bool] | None = None
     completion: list[int] = field(default_factory=list)
+    key: int = 0
+    log_probs: list[float] = field(default_factory=list)
 
     @property
     def num_positions(self) -> int:
@@ -74,11 +79,13 @@ class _Launched(NamedTuple):
 
     Attributes:
         tokens: the tokens of all slots, on their way to the host.
+        log_probs: the same of their log-probabilities; None if these are not kept.
         event: after which they are there; None on a CPU.
         running: the request of each slot when it was queued.
     """
 
     tokens: Tensor
+    log_probs: Tensor | None
     event: torch.cuda.Event | None
     running: list[Request | None]
 
@@ -97,6 +104,8 @@ class Completer:
         prompt_tokens: most tokens of prompts that are read in one call, unless a single prompt has more.
         by_rows: what computes a sharded model; None: it is whole here. Its ranks complete the same requests.
         stops: ends texts at several tokens; None: single tokens alone end them.
+        is_keyed: whether random numbers follow from the requests' keys, so that texts depend neither on what is
+            completed beside them nor on what came before, and log-probabilities are kept.
     """
 
     def __init__(
@@ -111,6 +120,7 @@ class Completer:
         prompt_tokens: int = PROMPT_TOKENS,
         by_rows: ByRows | None = None,
         stops: StopStrings | None = None,
+        is_keyed: bool = False,
     ) -> None:
         self.base = base
         self.device = device
@@ -122,6 +132,7 @@ class Completer:
         self.prompt_tokens = prompt_tokens
         self.by_rows = by_rows
         self.stops = stops
+        self.is_keyed = is_keyed
         self.layers = by_rows or DecodeLayers(base)
         self.steps: Steps | None = None
         self.num_wanted = 0  # slots that there would be if there were memory for all
@@ -165,7 +176,7 @@ class Completer:
     ) -> None:
         running: list[Request | None] = [None] * steps.num_slots
         launched: deque[_Launched] = deque()
-        buffers = [_host_tokens(steps) for _ in range(3)]
+        buffers = [_Buffers.of(steps) for _ in range(3)]
         while (queue or any(running) or launched) and not is_stopped():
             free = [slot for slot, request in enumerate(running) if request is None]
             # Reading prompts stops the steps, so it is done for many of them, or for all that are left.
@@ -183,7 +194,7 @@ class Completer:
         """Read the next prompts into free slots, in calls of prompts of about the same length."""
         num_admitted = min(len(free), len(queue))
         admitted = [queue.popleft() for _ in range(num_admitted)]
-        admitted.sort(key=lambda request: len(request.prompt))
+        admitted.sort(key=lambda request: (len(request.prompt), request.prompt))  # texts of one prompt side by side
         slots = free[:num_admitted]
         for slot, request in zip(slots, admitted, strict=True):
             running[slot] = request
@@ -192,7 +203,8 @@ class Completer:
             while num > 1 and num * len(admitted[num - 1].prompt) > self.prompt_tokens:
                 num -= 1
             try:
-                steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
+                prompts = [request.prompt for request in admitted[:num]]
+                steps.admit(slots[:num], prompts, self.pad_token_id, [request.key for request in admitted[:num]])
             except torch.OutOfMemoryError:
                 if num == 1 or self.by_rows is not None:  # ranks read the same prompts in each call
                     raise
@@ -207,9 +219,12 @@ class Completer:
         """Hand out the tokens of a step, and end the texts that end with it."""
         if step.event is not None:
             step.event.synchronize()
+        log_probs = None if step.log_probs is None else step.log_probs.tolist()
         for slot, (token, request) in enumerate(zip(step.tokens.tolist(), step.running, strict=True)):
             if request is None or running[slot] is not request:
                 continue  # it ended before
+            if log_probs is not None:
+                request.log_probs.append(log_probs[slot])
             ended = request.add(token, self.ends, self.stops)
             if on_token is not None:
                 on_token(request, token)
@@ -246,6 +261,7 @@ class Completer:
                     self.device,
                     self.captures,
                     self.by_rows,
+                    self.is_keyed,
                 )
             except torch.OutOfMemoryError:
                 if num_slots == 1 or self.by_rows is not None:
@@ -271,15 +287,28 @@ class Completer:
         return int((free - torch.cuda.memory_allocated(self.device)) * CACHE_SHARE)
 
 
-def _launch(steps: Steps, buffer: Tensor, running: list[Request | None]) -> _Launched:
+class _Buffers(NamedTuple):
+    """Host memory that a step's tokens and log-probabilities are copied to, pinned if there is a GPU."""
+
+    tokens: Tensor
+    log_probs: Tensor | None
+
+    @classmethod
+    def of(cls, steps: Steps) -> _Buffers:
+        """Room for a step of all slots."""
+        is_pinned = steps.device.type == "cuda"
+        tokens = torch.empty(steps.num_slots, dtype=torch.int64, pin_memory=is_pinned)
+        log_probs = None if steps.log_probs is None else torch.empty(steps.num_slots, pin_memory=is_pinned)
+        return cls(tokens, log_probs)
+
+
+def _launch(steps: Steps, buffers: _Buffers, running: list[Request | None]) -> _Launched:
     """Queue a step, and the way of its tokens to the host."""
-    buffer.copy_(steps.run(), non_blocking=True)
+    buffers.tokens.copy_(steps.run(), non_blocking=True)
+    if buffers.log_probs is not None and steps.log_probs is not None:
+        buffers.log_probs.copy_(steps.log_probs, non_blocking=True)
     event = None
     if steps.device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
-    return _Launched(buffer, event, list(running))
-
-
-def _host_tokens(steps: Steps) -> Tensor:
-    return torch.empty(steps.num_slots, dtype=torch.int64, pin_memory=steps.device.type == "cuda")
+    return _Launched(buffers.tokens, buffers.log_probs, event, list(running))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ _KNOWN = {
     "eos_token_id",
     "max_length",
     "max_new_tokens",
+    "min_p",
     "num_return_sequences",
     "output_attentions",
     "output_hidden_states",
@@ -36,8 +38,52 @@ _KNOWN = {
     "use_cache",
 }
 _ONE = ("num_beams", "num_beam_groups", "num_return_sequences")
-_OF_SAMPLING = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # without which they do nothing
+_OF_SAMPLING = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # without which they do nothing
 _TOP_K = 50  # tokens that transformers samples among where nothing is said of it
+_GOLDEN = -1640531527  # 2**32 divided by the golden ratio, as a signed number: neighbours get numbers far apart
+_FACTORS = (0x7FEB352D, -2073254261)  # Chris Wellons' `lowbias32`, of which the second is signed here
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the random numbers of a step depend on, so that they are the same whatever is computed beside a text.
+
+    Attributes:
+        keys: int64 [rows], a number for each text.
+        positions: int64 [rows], the place of each text's last token.
+    """
+
+    keys: Tensor
+    positions: Tensor
+
+    def exponentials(self, number: int) -> Tensor:
+        """Exponentially distributed numbers float32 [rows, number], each a hash of key, position and column.
+
+        Two multiplications and three shifts on 32 bits (https://github.com/skeeto/hash-prospector), between which the
+        second half of what a row's key and position give is added.
+        """
+        mixed = _mix(self.keys ^ _mix(self.positions))
+        first = mixed.to(torch.int32)
+        second = (mixed >> 32).to(torch.int32)
+        columns = torch.arange(number, dtype=torch.int32, device=self.keys.device)
+        bits = columns * _GOLDEN + first[:, None]
+        bits ^= (bits >> 16) & 0xFFFF
+        bits *= _FACTORS[0]
+        bits += second[:, None]
+        bits ^= (bits >> 15) & 0x1FFFF
+        bits *= _FACTORS[1]
+        bits ^= (bits >> 16) & 0xFFFF
+        # The upper 24 bits, at the middle of their interval, are a number above 0 and below 1.
+        uniform = ((bits >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
+        return uniform.log_().neg_()
+
+
+def _mix(values: Tensor) -> Tensor:
+    """int64 numbers that have nothing in common with these: the last steps of SplitMix64 (Steele et al. 2014)."""
+    mixed = values + (-7046029254386353131)
+    mixed = (mixed ^ ((mixed >> 30) & (2**34 - 1))) * (-4658895280553007687)
+    mixed = (mixed ^ ((mixed >> 27) & (2**37 - 1))) * (-7723592293110705685)
+    return mixed ^ ((mixed >> 31) & (2**33 - 1))
 
 
 @dataclass(frozen=True)
@@ -48,6 +94,7 @@ class Sampling:
         temperature: what logits are divided by; None: the likeliest token is taken.
         top_k: sample among this many of the likeliest tokens; None: among all.
         top_p: sample among the likeliest tokens that make up this much probability.
+        min_p: sample among tokens that are at least this many times as likely as the likeliest one (arXiv:2407.01082).
         repetition_penalty: logits of tokens that are in prompt or completion are divided by it, or multiplied if they
             are below 0 (arXiv:1909.05858); 1: they stay.
     """
@@ -56,6 +103,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
 
     @classmethod
     def of(cls, config: GenerationConfig) -> Sampling:
@@ -65,14 +113,16 @@ class Sampling:
         if not config.do_sample or temperature == 0:
             return cls(repetition_penalty=penalty)
         top_k = _TOP_K if config.top_k is None else config.top_k
-        return cls(temperature, top_k or None, 1.0 if config.top_p is None else config.top_p, penalty)
+        top_p = 1.0 if config.top_p is None else config.top_p
+        return cls(temperature, top_k or None, top_p, penalty, config.min_p or 0.0)
 
-    def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+    def choose(self, logits: Tensor, seen: Tensor | None, draws: Draws | None = None) -> Tensor:
         """The next tokens int64 [rows].
 
         Args:
             logits: [rows, vocabulary], of which a float32 copy is changed.
             seen: bool [rows, vocabulary], the tokens that a row has had; None without a penalty.
+            draws: what the random numbers depend on; None: they are torch's next ones.
         """
         logits = logits.to(torch.float32, copy=True)
         if seen is not None:
@@ -87,10 +137,28 @@ class Sampling:
             logits = logits.masked_fill(logits < smallest, float("-inf"))
         if self.top_p < 1.0:
             logits = _keep_top_p(logits, self.top_p)
+        if self.min_p > 0.0:
+            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(self.min_p), float("-inf"))
         # The largest of probabilities that are divided by exponential numbers is a token drawn by them: the same as
         # torch.multinomial, which asks the device whether the probabilities are valid.
         probabilities = logits.softmax(-1)
-        return (probabilities / torch.empty_like(probabilities).exponential_(1)).argmax(-1)
+        if draws is None:
+            exponentials = torch.empty_like(probabilities).exponential_(1)
+        else:
+            exponentials = draws.exponentials(probabilities.shape[-1])
+        return (probabilities / exponentials).argmax(-1)
+
+    def log_probs(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Log-probabilities of the tokens that were chosen, float32 [rows], as a loss of the model computes them.
+
+        They are of all tokens at this temperature: what top_k, top_p, min_p and the penalty leave out counts too.
+
+        Args:
+            logits: [rows, vocabulary].
+            chosen: int64 [rows].
+        """
+        scaled = logits.float() / (self.temperature or 1.0)
+        return scaled.gather(-1, chosen[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def why_not_sampled(config: GenerationConfig) -> str | None:

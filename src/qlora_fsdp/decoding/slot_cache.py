@@ -102,6 +102,13 @@ class SlotLayer(CacheLayerMixin):
             assert step.slots is not None
             self.states[key].index_copy_(0, step.slots, new.to(self.states[key].dtype))
 
+    def copy(self, source: int, targets: Tensor, num_tokens: int) -> None:
+        """Give other slots the first tokens of a slot."""
+        if self.keys is None or self.values is None:
+            return
+        for kept in (self.keys, self.values):
+            kept[targets, :, :num_tokens] = kept[source, :, :num_tokens]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the shape of a token."""
         self.shape = TokenShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
@@ -207,6 +214,11 @@ class SlotCache(Cache):
         """Take the memory of all slots, for texts of up to `length` tokens. To be called after a first call."""
         for layer in self.slot_layers:
             layer.allocate(num_slots, length, device)
+
+    def copy(self, source: int, targets: Tensor, num_tokens: int) -> None:
+        """Give the slots `targets` the first `num_tokens` tokens of the slot `source`, in all layers."""
+        for layer in self.slot_layers:
+            layer.copy(source, targets, num_tokens)
 
     def free(self) -> None:
         """Give back the memory that `allocate` could take."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import next_power_of_two, round_up
-from qlora_fsdp.decoding.sampling import Sampling
+from qlora_fsdp.decoding.sampling import Draws, Sampling
 from qlora_fsdp.decoding.slot_cache import SlotCache
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.runtime.cuda_graphs import NotRecorded, record_graph
@@ -157,11 +157,14 @@ class Steps:
         device: the model's device.
         captures: record a step as a CUDA graph.
         by_rows: what computes a sharded model; None: it is whole here.
+        is_keyed: whether random numbers follow from each text's key, and the log-probabilities of tokens are kept.
 
     Attributes:
         tokens: int64 [num_slots], the last token of each text, which is not in the cache yet.
         positions: int64 [num_slots], its place in the text.
         seen: bool [num_slots, vocabulary], the tokens of each text; None without a penalty for repetition.
+        keys: int64 [num_slots], of which each text's random numbers are made; None unless they are.
+        log_probs: float32 [num_slots], of `tokens`; None unless they are kept.
     """
 
     def __init__(
@@ -175,6 +178,7 @@ class Steps:
         device: torch.device,
         captures: bool,
         by_rows: ByRows | None = None,
+        is_keyed: bool = False,
     ) -> None:
         self.call = partial(_call, base, cache)
         self.by_rows = by_rows
@@ -192,21 +196,38 @@ class Steps:
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
             self.seen = torch.zeros(num_slots, num_logits, dtype=torch.bool, device=device)
+        self.keys: Tensor | None = None
+        self.log_probs: Tensor | None = None
+        if is_keyed:
+            self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
+            self.log_probs = torch.zeros(num_slots, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.num_run = 0
 
-    def admit(self, slots: list[int], prompts: list[list[int]], pad_token_id: int) -> None:
+    def admit(self, slots: list[int], prompts: list[list[int]], pad_token_id: int, keys: Sequence[int] = ()) -> None:
         """Read prompts into slots. Their last tokens are left for the next step, which goes on from them.
+
+        A prompt that is there several times is read once, and its keys and values are copied.
 
         Args:
             slots: a slot for each prompt, whose text has ended.
             prompts: tokens, at least one each, of roughly the same number.
             pad_token_id: fills up shorter prompts at their end, where no other token sees it.
+            keys: a number for each prompt, where random numbers are made of them.
         """
         rows = torch.tensor(slots, dtype=torch.int64).to(self.device)
         self.cache.clear(rows)
         if max(map(len, prompts)) > 1:
-            self.prompts.read(slots, [prompt[:-1] for prompt in prompts], pad_token_id)
+            same: dict[tuple[int, ...], list[int]] = {}  # the slots of each prompt
+            for slot, prompt in zip(slots, prompts, strict=True):
+                same.setdefault(tuple(prompt[:-1]), []).append(slot)
+            self.prompts.read([found[0] for found in same.values()], [list(prompt) for prompt in same], pad_token_id)
+            for read, found in same.items():
+                if len(found) > 1:
+                    others = torch.tensor(found[1:], dtype=torch.int64).to(self.device)
+                    self.cache.copy(found[0], others, len(read))
+        if self.keys is not None:
+            self.keys.index_copy_(0, rows, torch.tensor(keys, dtype=torch.int64).to(self.device))
         last = torch.tensor([[prompt[-1], len(prompt) - 1] for prompt in prompts]).to(self.device)
         self.tokens.index_copy_(0, rows, last[:, 0])
         self.positions.index_copy_(0, rows, last[:, 1])
@@ -230,9 +251,13 @@ class Steps:
 
     def _advance(self) -> None:
         """The next token of each slot, in place."""
-        chosen = self.sampling.choose(self.logits(), self.seen)
+        logits = self.logits()
+        draws = None if self.keys is None else Draws(self.keys, self.positions)
+        chosen = self.sampling.choose(logits, self.seen, draws)
         if self.by_rows is not None:
             self.by_rows.broadcast(chosen)
+        if self.log_probs is not None:
+            self.log_probs.copy_(self.sampling.log_probs(logits, chosen))
         if self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
         self.tokens.copy_(chosen)

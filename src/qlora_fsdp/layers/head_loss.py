@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX, loss_chunk
 from qlora_fsdp.layers import QuantizedLinear
@@ -26,7 +27,7 @@ from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
 from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
 LossKernel = Literal["triton", "liger", "torch"]
-Reduction = Literal["sum", "none"]
+Reduction = Literal["sum", "none", "with_entropy"]
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,28 @@ class HeadLoss:
         Args:
             hidden_BLD: final hidden states in the compute dtype.
             targets_BL: int64, the token that follows each position.
-            reduction: `sum` over all targets, a scalar; or `none`, the loss of each token, [B, L]. Liger has no `none`.
+            reduction: `sum` over all targets, a scalar; `none`, the loss of each token, [B, L]; or `with_entropy`,
+                [2, B, L], the losses and, without gradient, the entropies of what is predicted, in nats and 0 where
+                there is no target. Liger has `sum` alone.
         """
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         if self.factor != 1.0:
             hidden_BLD = hidden_BLD * self.factor
         losses = self._losses(hidden_BLD.flatten(0, 1), targets_BL.flatten(), reduction)
-        return losses.sum() if reduction == "sum" else losses.view(targets_BL.shape)
+        match reduction:
+            case "sum":
+                return losses.sum()
+            case "none":
+                return losses.view(targets_BL.shape)
+            case "with_entropy":
+                return losses.view(2, *targets_BL.shape)
+            case _:
+                assert_never(reduction)
 
     def _losses(self, hidden: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-        """The loss of each token, [B * L], or of Liger's kernel the sum of all."""
+        """The loss of each token, [B * L], or of Liger's kernel the sum of all; with entropies [2, B * L]."""
+        wants_entropy = reduction == "with_entropy"
         if self.is_frozen_linear:
             weight = self.whole_weight
             if weight is None:
@@ -105,23 +117,33 @@ class HeadLoss:
                 assert reduction == "sum"
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
             if self.new_rows is None and self.kernel == "triton":
-                return _FusedHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
-                    hidden, weight, bias, targets, self.softcap
+                found = _FusedHeadLoss.apply(  # type: ignore[no-untyped-call]
+                    hidden, weight, bias, targets, self.softcap, wants_entropy
                 )
+                return torch.stack(found) if wants_entropy else found[0]
             new = (None, None) if self.new_rows is None else (self.new_rows.rows, self.new_rows.replaced)
-            return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
-                hidden, weight, bias, targets, self.softcap, loss_chunk(self.vocab_size), *new
+            found = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
+                hidden, weight, bias, targets, self.softcap, loss_chunk(self.vocab_size), *new, wants_entropy
             )
+            return torch.stack(found) if wants_entropy else found[0]
         chunk = loss_chunk(self.vocab_size)
         losses = [
-            checkpoint(self._chunk_losses, h, t, use_reentrant=False)
+            checkpoint(self._chunk_losses, h, t, wants_entropy, use_reentrant=False)
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
         ]
-        return torch.cat(losses)
+        return torch.cat(losses, -1)
 
-    def _chunk_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _chunk_losses(self, hidden: Tensor, targets: Tensor, wants_entropy: bool) -> Tensor:
         logits = LogitTransform(cap=self.softcap)(self.logits(hidden).float())
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return torch.stack([losses, entropies_of(logits.detach(), targets)]) if wants_entropy else losses
+
+
+def entropies_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """The entropy of what each row of float32 logits predicts, in nats: float32 [N]; 0 where there is no target."""
+    log_probs = logits_NV.log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)  # 0 times -inf is NaN
+    return entropies * (targets_N != IGNORE_INDEX)
 
 
 def _gather_weight(layer: nn.Module, device: torch.device) -> Tensor:
@@ -160,28 +182,44 @@ class _FusedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: float | None
-    ) -> Tensor:
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias: Tensor | None,
+        targets_N: Tensor,
+        softcap: float | None,
+        wants_entropy: bool = False,
+    ) -> tuple[Tensor, ...]:
         from qlora_fsdp.layers.kernels.triton_cross_entropy import cross_entropy
 
         wants_grad = ctx.needs_input_grad[0]
         grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
         losses_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
+        entropies_N = torch.empty_like(losses_N) if wants_entropy else None
         chunk = loss_chunk(len(weight_VD), hidden_ND.element_size())
         for start in range(0, len(hidden_ND), chunk):
             rows = slice(start, start + chunk)
             logits = F.linear(hidden_ND[rows], weight_VD, bias)
-            cross_entropy(logits, targets_N[rows], losses_N[rows], softcap, wants_grad)
+            entropies = None if entropies_N is None else entropies_N[rows]
+            cross_entropy(logits, targets_N[rows], losses_N[rows], softcap, wants_grad, entropies)
             if grad_ND is not None:
                 torch.mm(logits, weight_VD, out=grad_ND[rows])
             del logits  # or it would be there while the next chunk is made
         ctx.save_for_backward(grad_ND)
-        return losses_N
+        return _outputs(ctx, losses_N, entropies_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND.float() * grads[0].unsqueeze(1)).to(grad_ND.dtype), None, None, None, None
+        return (grad_ND.float() * grads[0].unsqueeze(1)).to(grad_ND.dtype), None, None, None, None, None
+
+
+def _outputs(ctx: Any, losses_N: Tensor, entropies_N: Tensor | None) -> tuple[Tensor, ...]:
+    """What a loss returns: losses, and entropies if there are some, which have no gradient."""
+    if entropies_N is None:
+        return (losses_N,)
+    ctx.mark_non_differentiable(entropies_N)
+    return losses_N, entropies_N
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -203,7 +241,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
         chunk: int,
         new_KD: Tensor | None,
         replaced: Tensor | None,
-    ) -> Tensor:
+        wants_entropy: bool = False,
+    ) -> tuple[Tensor, ...]:
         wants_grad = ctx.needs_input_grad[0]
         grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
         grad_NK = None
@@ -211,6 +250,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             grad_NK = hidden_ND.new_zeros(len(hidden_ND), len(new_KD), dtype=torch.float32)
         cast_KD = None if new_KD is None else new_KD.to(hidden_ND.dtype)
         losses_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
+        entropies_N = torch.empty_like(losses_N) if wants_entropy else None
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_ND[rows]
@@ -224,6 +264,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
             index = targets.clamp(min=0).unsqueeze(1)
             norm = torch.logsumexp(logits, 1, keepdim=True)
             losses_N[rows] = ((norm - logits.gather(1, index)) * valid).squeeze(1)
+            if entropies_N is not None:
+                entropies_N[rows] = entropies_of(logits, targets)
             if grad_ND is not None:
                 slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
                 grad = logits.sub_(norm).exp_()  # softmax
@@ -242,11 +284,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 del grad, grad_NV, slope
             del logits  # or it would be there while the next chunk is made
         ctx.save_for_backward(grad_ND, grad_NK, None if grad_NK is None else hidden_ND)
-        return losses_N
+        return _outputs(ctx, losses_N, entropies_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, grad_NK, hidden_ND = ctx.saved_tensors
         factors = grads[0].unsqueeze(1)
         grad_KD = None if grad_NK is None else (grad_NK * factors).t() @ hidden_ND.float()
-        return (grad_ND.float() * factors).to(grad_ND.dtype), None, None, None, None, None, grad_KD, None
+        return (grad_ND.float() * factors).to(grad_ND.dtype), None, None, None, None, None, grad_KD, None, None

@@ -70,8 +70,7 @@ def micro_batch_sizes(work: Workload) -> list[int]:
     training = work.config.training
     if training.micro_batch_size != AUTO:
         return [work.micro_batch_size]
-    assert training.global_batch_size is not None
-    part = training.global_batch_size // work.num_groups
+    part = max(1, work.sequences_a_step // work.num_groups)
     length = -(training.max_length // -work.config.distributed.num_slices)
     max_tokens = MAX_TOKENS if work.is_cuda else CPU_TOKENS
     most = max(1, max_tokens // length)

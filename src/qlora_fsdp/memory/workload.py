@@ -175,8 +175,16 @@ class Workload:
     @property
     def num_micro_batches(self) -> int:
         """Forward passes per rank and optimizer step."""
-        total = self.config.training.global_batch_size
-        return 1 if total is None else math.ceil(total / (self.num_groups * self.micro_batch_size))
+        if self.config.training.global_batch_size is None:
+            return 1
+        return math.ceil(self.sequences_a_step / (self.num_groups * self.micro_batch_size))
+
+    @property
+    def sequences_a_step(self) -> int:
+        """Sequences of a step on all ranks, where their number is set; if the model writes them, at most as many."""
+        prompts = self.config.training.global_batch_size
+        assert prompts is not None
+        return prompts * (self.config.rollout.num_generations if self.config.task.writes_answers else 1)
 
 
 def generation_bytes(work: Workload) -> int:
@@ -231,6 +239,8 @@ def why_not_captured(
         return "compute.cuda_graph=false"
     if modules.num_slices > 1:
         return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"
+    if modules.task.writes_answers:
+        return "answers that the model writes itself were not tried in it (task=grpo)"
     if cpu_offload or any(policy.offloads for policy in policies):
         return "what comes from host memory can't be part of it"
     if modules.kernels.cross_entropy is Kernel.liger:

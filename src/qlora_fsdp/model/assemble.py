@@ -33,6 +33,7 @@ from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.settle import ModelSpec
 from qlora_fsdp.model.tasks.causal_lm import CausalLM, RouterLoss, describe_router_loss
 from qlora_fsdp.model.tasks.classifier import Classifier, RewardModel
+from qlora_fsdp.model.tasks.policy_lm import PolicyLM
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes, join_context_group
@@ -209,6 +210,8 @@ def adapt_model(
             return CausalLM(adapted, loss_kernel, transform)
         case TaskName.preference:
             return PreferenceLM(adapted, task.preference, loss_kernel, transform)
+        case TaskName.grpo:
+            return PolicyLM(adapted, task.grpo, task.rollout, loss_kernel, transform)
         case TaskName.reward:
             return RewardModel(adapted)
         case TaskName.sequence_classification | TaskName.token_classification:

@@ -61,6 +61,7 @@ from qlora_fsdp.weights.scaled import METHODS, attach_scales
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.preference: AutoModelForCausalLM,
+    TaskName.grpo: AutoModelForCausalLM,
     TaskName.reward: AutoModelForSequenceClassification,
     TaskName.sequence_classification: AutoModelForSequenceClassification,
     TaskName.token_classification: AutoModelForTokenClassification,

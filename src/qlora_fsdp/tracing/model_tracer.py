@@ -24,7 +24,7 @@ from qlora_fsdp.common.model_figures import head_sizes
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig, TaskName
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
-from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.batch import Batch, Rewarded
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
@@ -355,6 +355,12 @@ def batch_on_meta(spec: BatchSpec, num_positions: int | None = None) -> Batch:
             reference = torch.empty(num_rows // 2 if task.has_pairs else num_rows, 2, device="meta")
             is_good = torch.empty(num_rows, dtype=torch.bool, device="meta")
             return replace(batch, num_answers=num_rows, is_good=is_good, reference=reference)
+        case TaskName.grpo:
+            values = torch.empty(size, length, device="meta")
+            old = values if task.grpo.needs_old_log_probs else None
+            before = values if task.grpo.beta > 0 else None
+            advantages = torch.empty(num_rows, device="meta")
+            return replace(batch, rewarded=Rewarded(advantages, values, values, old, before))
         case TaskName.reward:
             return replace(batch, num_answers=size, margins=torch.empty(size // 2, device="meta"))
         case TaskName.sequence_classification:

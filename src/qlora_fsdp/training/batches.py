@@ -6,8 +6,11 @@ step has, over all ranks, before the first micro-batch runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
 
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
@@ -25,6 +28,7 @@ class GlobalBatch:
         num_tokens: tokens in them.
         num_targets: tokens with a loss in them, which the step's loss is divided by.
         num_micro_batches: forward passes of each rank.
+        figures: what is known of it before its passes, by name.
     """
 
     step: int
@@ -33,6 +37,7 @@ class GlobalBatch:
     num_tokens: int
     num_targets: int
     num_micro_batches: int
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 class GlobalBatches:
@@ -63,6 +68,11 @@ class GlobalBatches:
             num_targets=self.data.num_target_tokens(indices),
             num_micro_batches=self.split.num_micro_batches(len(indices)),
         )
+
+    def seed_dropout(self, step: int) -> None:
+        """Seed torch from seed, step and rank, so that a resumed run draws the same dropout masks."""
+        seed = np.random.SeedSequence([self.seed, step, self.rank]).generate_state(1, np.uint64)[0]
+        torch.manual_seed(int(seed))
 
     def micro_batches(self, first_step: int) -> Iterator[Batch]:
         """This rank's micro-batches of `first_step` and of all steps after it, one after another."""

@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
-
-import numpy as np
-import torch
+from typing import Any, Protocol
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import plural
@@ -25,12 +22,13 @@ from qlora_fsdp.config.outlook import Ends
 from qlora_fsdp.config.schema import OnBadStep
 from qlora_fsdp.config.specs import StepSpec
 from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import NUM_FINAL, num_averaged
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.checkpoints.saver import Saver
-from qlora_fsdp.training.evaluate import Evaluation, EvaluationResult
+from qlora_fsdp.training.evaluate import EvaluationResult
 from qlora_fsdp.training.optim import learning_rate_at
 from qlora_fsdp.training.step import StepPasses, StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
@@ -39,8 +37,9 @@ from qlora_fsdp.training.step_recorder import StepRecorder
 # Longer than other functions, and with more arguments, so that the whole algorithm is read in one place.
 def train(
     runner: StepRunner,
-    batches: GlobalBatches,
-    evaluation: Evaluation,
+    queue: StepQueue,
+    num_steps: int,
+    evaluation: RunEvaluation,
     recorder: StepRecorder,
     saver: Saver,
     bad_steps: BadSteps,
@@ -51,7 +50,8 @@ def train(
 
     Args:
         runner: holds the model and the optimizer.
-        batches: what each step trains on.
+        queue: has the passes of each step queued.
+        num_steps: of the whole run.
         evaluation: evaluates before the first step, between steps where it is due, and after the last step.
         recorder: times each step and keeps its figures.
         saver: writes checkpoints between steps.
@@ -67,11 +67,9 @@ def train(
         TrainingError: a bad step under training.on_bad_step=stop; more than 10 bad steps in a row under any setting
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
-    num_steps = batches.split.num_steps
     patience = spec.early_stopping_patience
     may_go_back = spec.on_bad_step is OnBadStep.rollback
     runner.model.train()
-    queue = PassQueue(runner, batches, recorder, first_step=result.num_steps)
     try:
         for step in range(result.num_steps, num_steps):
             if evaluation.is_due(step):
@@ -119,6 +117,22 @@ def train(
     return result
 
 
+class StepQueue(Protocol):
+    """Has the passes of every step queued once, in order: of rows of the data, or of answers that are written first."""
+
+    def of_step(self, step: int) -> StepPasses: ...
+
+    def queue_early(self, step: int) -> None: ...
+
+
+class RunEvaluation(Protocol):
+    """Evaluates between steps: losses of held-out rows, or rewards of answers to held-out prompts."""
+
+    def is_due(self, step: int) -> bool: ...
+
+    def run(self, model: TaskModel, step: int) -> EvaluationResult | None: ...
+
+
 class PassQueue:
     """Queues the passes of every step once, in order.
 
@@ -160,13 +174,8 @@ class PassQueue:
         # Micro-batches may be seen one ahead, so the next step's data is there before the first of this one's runs.
         # Otherwise single ranks would meet an error in it while others wait for them in the middle of this step.
         self.batches.of_step(min(step + 1, self.batches.split.num_steps - 1))
-        _seed_dropout(self.batches.seed, step, self.batches.rank)
+        self.batches.seed_dropout(step)
         return self.runner.run_passes(self.micro_batches, self.batches.of_step(step), self.recorder.write)
-
-
-def _seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seed torch from seed, step and rank, so that a resumed run draws the same dropout masks."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
 
 
 @dataclass

@@ -19,6 +19,7 @@ from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec, ModuleSpec, RunSpec, ShardSpec, StepSpec, TrackingSpec
 from qlora_fsdp.config.world import describe_slices
+from qlora_fsdp.data.questions import prepare_questions
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
@@ -167,8 +168,10 @@ def _resolve(config: Config, assembled: AssembledModel, run_plan: RunPlan, proce
             processes.num_ranks,
             micro_batch_size=run_plan.micro_batch_size,
             num_slices=run_plan.num_slices,
+            num_iterations=config.grpo.num_iterations,
         ),
         saving=config.checkpoint,
+        reward=config.reward,
         generations=config.tracking,
         tracking=TrackingSpec.of(config),
         recorded=plain_settings(config),
@@ -242,7 +245,8 @@ def _prepare_data(
         split = split_batches(spec.steps, processes.num_ranks, 0)  # max_steps says where it ends
         data = open_stream(spec.data, tokenizer, split, processes, folder, first_step, model.vocab_size, earlier_folder)
     else:
-        data = prepare_data(spec.data, tokenizer, processes, model.vocab_size)
+        prepare_rows = prepare_questions if spec.data.task.writes_answers else prepare_data
+        data = prepare_rows(spec.data, tokenizer, processes, model.vocab_size)
         split = split_batches(spec.steps, processes.num_ranks, len(data.train))
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):

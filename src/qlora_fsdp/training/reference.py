@@ -30,6 +30,7 @@ from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
+from qlora_fsdp.model.tasks.policy_lm import PolicyLM
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fsdp_state import free_gathered
@@ -64,6 +65,8 @@ def add_reference(prepared: Prepared, processes: Processes) -> Prepared:
     settings = prepared.spec.modules.task.preference
     model = prepared.model
     data = prepared.data
+    if isinstance(model, PolicyLM) and prepared.start is not None and model.settings.beta > 0:
+        model.freeze_start(keeps_copy=True)
     if not isinstance(model, PreferenceLM) or not settings.loss.needs_reference:
         return prepared
     if prepared.start is not None:

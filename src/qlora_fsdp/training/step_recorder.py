@@ -109,7 +109,8 @@ class StepRecorder:
             "tokens_per_second_per_gpu": round(speed / self.num_ranks, 1),
             "mfu": None if self.peak_flops is None else round(done.num_flops / seconds / self.peak_flops, 4),
         }
-        figures |= {name: finite_or_none(value) for name, value in measured.metrics.items()}
+        told = {**batch.figures, **measured.metrics}
+        figures |= {name: finite_or_none(value) for name, value in told.items()}
         if measured.max_expert_load is not None:
             figures["max_expert_load"] = round(measured.max_expert_load, 4)
         return figures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.world import AUTO
+from qlora_fsdp.data.sequences import SequenceSettings
 from qlora_fsdp.model.adapters.write_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
@@ -18,6 +20,9 @@ from qlora_fsdp.records.run_state import CHECKPOINTS
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.training.answers.answer_queue import AnswerQueue, RewardedAnswers
+from qlora_fsdp.training.answers.evaluate import RewardEvaluation
+from qlora_fsdp.training.answers.rollouts import Rollouts
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.capture.captured import make_passes
@@ -28,7 +33,7 @@ from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
-from qlora_fsdp.training.loop import TrainResult, train
+from qlora_fsdp.training.loop import PassQueue, RunEvaluation, StepQueue, TrainResult, train
 from qlora_fsdp.training.optim import LocalOptimizer, find_faster, make_optimizer
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.step import StepRunner
@@ -92,33 +97,69 @@ def train_adapter(
     used = processes.share(journal.used_steps() if processes.is_main else None, list[tuple[float, float]])
     result.add_earlier(used)
     bad_steps = _make_bad_steps(prepared, folder, [norm for _, norm in used[-NUM_NORMS:]], saver)
-    trusted = prepared.assembled.spec.trust_remote_code
-    generations = Generations(spec.generations, data.eval, prepared.tokenizer, processes, trusted)
-    every_steps = spec.steps.eval_every_steps
     passes = make_passes(prepared, trainable, processes)
-    evaluation = Evaluation(data.eval, every_steps, split, passes, generations, processes, peaks, journal, saver)
     runner = StepRunner(model, passes, optimizer, spec.steps.optim.max_grad_norm, prepared.flops, peaks, processes)
     batches = GlobalBatches(data.train, split, spec.steps.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
 
     figures = dict(summary.figures)  # for the trackers, which also get the result of training below
+    closing = ExitStack()
     try:
+        evaluation: RunEvaluation
+        queue: StepQueue
+        if spec.modules.task.writes_answers:
+            queue, evaluation = _start_answers(prepared, runner, batches, recorder, journal, saver)
+            closing.callback(queue.rewarded.close)
+        else:
+            trusted = prepared.assembled.spec.trust_remote_code
+            generations = Generations(spec.generations, data.eval, prepared.tokenizer, processes, trusted)
+            every = spec.steps.eval_every_steps
+            evaluation = Evaluation(data.eval, every, split, passes, generations, processes, peaks, journal, saver)
+            queue = PassQueue(runner, batches, recorder, first_step=result.num_steps)
         watch.be_patient(
             "the run saves and stops at the end of this step, or in an evaluation before its next batch; "
             "another Ctrl-C stops it at once, without saving"
         )
         with saver:
-            result = train(runner, batches, evaluation, recorder, saver, bad_steps, spec.steps, result)
+            steps = split.num_steps
+            result = train(runner, queue, steps, evaluation, recorder, saver, bad_steps, spec.steps, result)
         num_sequences = None if spec.data.settings.streaming else len(data.train)
         result.doubt = spec.outlook.judge(split.num_steps, num_sequences, result.ends)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
     finally:
+        closing.close()
         passes.close()
         summary.trained(thread.describe())
         journal.close(figures)
     return result
+
+
+def _start_answers(
+    prepared: Prepared,
+    runner: StepRunner,
+    batches: GlobalBatches,
+    recorder: StepRecorder,
+    journal: Journal,
+    saver: Saver,
+) -> tuple[AnswerQueue, RewardEvaluation]:
+    """What has the model's own answers written and rewarded, for steps and for evaluations. Collective.
+
+    Raises:
+        ConfigError: this model can't write answers here.
+        RewardError: a function that rewards them can't be used.
+    """
+    spec = prepared.spec
+    task = spec.modules.task
+    processes = runner.processes
+    trusted = prepared.assembled.spec.trust_remote_code
+    rollouts = Rollouts(prepared.model, task.rollout, prepared.tokenizer, spec.steps.seed, processes, trusted)
+    rewarded = RewardedAnswers(rollouts, spec.reward, prepared.split.num_steps, processes)
+    layout = SequenceSettings.of(spec.data, prepared.tokenizer)
+    deterministic = spec.steps.deterministic
+    queue = AnswerQueue(runner, batches, rewarded, task.grpo, layout, deterministic, recorder, journal)
+    return queue, RewardEvaluation(prepared.data.eval, spec.steps.eval_every_steps, rewarded, journal, saver)
 
 
 def _resume(

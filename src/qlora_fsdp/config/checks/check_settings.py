@@ -12,7 +12,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import is_whole, plural
-from qlora_fsdp.config.checks import check_data, check_launch, check_model, check_task, check_training
+from qlora_fsdp.config.checks import check_data, check_launch, check_model, check_rollouts, check_task, check_training
 from qlora_fsdp.config.schema import (
     ComputeConfig,
     Config,
@@ -74,7 +74,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     lora = config.lora
     model = config.model
     quant = config.quant
-    task = TaskSpec(config.task, config.preference)
+    task = TaskSpec.of(config)
     tracking = config.tracking
     training = config.training
     yield from check_facets({key: value_of(config, key) for key in all_settings()})
@@ -96,6 +96,8 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_task.check_labelled_rows(config.task, data, training)
     yield from check_task.check_compared_rows(task, data, training)
     yield from check_task.check_preference(task, config.kernels, lora, config.tokenizer)
+    yield from check_rollouts.check_rollouts(config)
+    yield from check_rollouts.check_rewards(config.task, config.reward)
     yield from check_training.check_fsdp(config.fsdp, config.optim)
     yield from check_training.check_tiles(config.memory, lora)
     yield from check_training.check_optim(config.optim, training.max_steps)
@@ -163,6 +165,8 @@ def check_world(config: Config, world: World) -> list[Problem]:
 
 def check_split(config: Config, world: World) -> list[Problem]:
     """Returns what is wrong with the configuration on this number of processes, whatever the device."""
+    if config.task.writes_answers:  # a batch counts prompts, and whatever is answered is divided by its length
+        return [*_check_slices(config.distributed, world), *_check_shard_groups(config.fsdp, world)]
     return [
         *_check_slices(config.distributed, world),
         *_check_batch(round_default(config, world.num_ranks)[0].training, config.distributed, world),

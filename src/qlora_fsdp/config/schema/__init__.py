@@ -22,6 +22,14 @@ from qlora_fsdp.config.schema.data import (
     Thoughts,
 )
 from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
+from qlora_fsdp.config.schema.grpo import (
+    GrpoConfig,
+    PolicyLoss,
+    RewardConfig,
+    RolloutConfig,
+    SamplingLevel,
+    ScaleRewards,
+)
 from qlora_fsdp.config.schema.model import (
     AttnImplementation,
     Dtype,
@@ -85,6 +93,7 @@ __all__ = [
     "Facets",
     "Files",
     "FsdpConfig",
+    "GrpoConfig",
     "Hosts",
     "HubConfig",
     "Kernel",
@@ -100,13 +109,18 @@ __all__ = [
     "OptimConfig",
     "Optimizer",
     "Owner",
+    "PolicyLoss",
     "PreferenceConfig",
     "PreferenceLoss",
     "ProblemType",
     "QuantConfig",
     "QuantType4bit",
+    "RewardConfig",
+    "RolloutConfig",
     "Run",
     "RunConfig",
+    "SamplingLevel",
+    "ScaleRewards",
     "ShardingStrategy",
     "SlurmConfig",
     "TaskConfig",
@@ -128,6 +142,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)

@@ -35,12 +35,13 @@ class TaskName(Enum):
     reward = "reward"
     sequence_classification = "sequence_classification"
     token_classification = "token_classification"
+    grpo = "grpo"
 
     @property
     def is_causal(self) -> bool:
         """Whether the model writes text: its head gives the next token."""
         match self:
-            case TaskName.causal_lm | TaskName.preference:
+            case TaskName.causal_lm | TaskName.preference | TaskName.grpo:
                 return True
             case TaskName.reward | TaskName.sequence_classification | TaskName.token_classification:
                 return False
@@ -55,6 +56,8 @@ class TaskName(Enum):
                 return True
             case TaskName.causal_lm | TaskName.sequence_classification | TaskName.token_classification:
                 return False
+            case TaskName.grpo:
+                return False
             case unknown:
                 assert_never(unknown)
 
@@ -64,7 +67,20 @@ class TaskName(Enum):
         match self:
             case TaskName.sequence_classification | TaskName.token_classification:
                 return True
+            case TaskName.causal_lm | TaskName.preference | TaskName.reward | TaskName.grpo:
+                return False
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def writes_answers(self) -> bool:
+        """Whether a row of the data is a prompt alone, and the model learns from what it answers itself."""
+        match self:
+            case TaskName.grpo:
+                return True
             case TaskName.causal_lm | TaskName.preference | TaskName.reward:
+                return False
+            case TaskName.sequence_classification | TaskName.token_classification:
                 return False
             case unknown:
                 assert_never(unknown)
@@ -87,8 +103,9 @@ _WITH_LABELS = when(
 class TaskConfig:
     # What the model learns. `causal_lm` is the next token. `preference` is which of two answers was chosen, {"prompt":
     # ..., "chosen": ..., "rejected": ...}. `reward` learns the same by a number for each answer, which a new head gives
-    # (Bradley and Terry's loss); a row may have a "margin" that the numbers are to differ by. The other two train a new
-    # head on the labels of whole rows, {"text": ..., "label": ...}, or of words, {"tokens": [...], "labels": [...]}.
+    # (Bradley and Terry's loss); a row may have a "margin" that the numbers are to differ by. `grpo` learns from what
+    # its own answers to {"prompt": ...} are rewarded with. The other two train a new head on the labels of whole rows,
+    # {"text": ..., "label": ...}, or of words, {"tokens": [...], "labels": [...]}.
     name: TaskName = setting(TaskName.causal_lm, Run.other, ALWAYS, files=Files.adapters)
     # Whether a row has one label, any number of labels (a list), or numbers. The names are those of transformers.
     problem_type: ProblemType = setting(
@@ -115,6 +132,11 @@ class TaskConfig:
     def has_labels(self) -> bool:
         """Whether a new head is trained on labels of rows or words."""
         return self.name.has_labels
+
+    @property
+    def writes_answers(self) -> bool:
+        """Whether a row of the data is a prompt alone, and the model learns from what it answers itself."""
+        return self.name.writes_answers
 
 
 class PreferenceLoss(Enum):

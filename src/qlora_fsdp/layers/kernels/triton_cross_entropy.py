@@ -27,35 +27,48 @@ def _cross_entropy_kernel(
     logits,
     targets,
     losses,
+    entropies,
     softcap,
     num_columns,
     row_stride,
     IGNORE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANTS_GRAD: tl.constexpr,
+    WANTS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program computes one row: the token's loss, and with WANTS_GRAD the gradient of its logits."""
+    """One program computes one row: the token's loss, and with WANTS_GRAD the gradient of its logits.
+
+    The entropy is the log-sum less the mean of the logits, each by its probability.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row)
     columns = tl.arange(0, BLOCK)
     if target == IGNORE:
         tl.store(losses + row, 0.0)
+        if WANTS_ENTROPY:
+            tl.store(entropies + row, 0.0)
         if WANTS_GRAD:
             for start in range(0, num_columns, BLOCK):
                 tl.store(logits + start + columns, 0.0, mask=start + columns < num_columns)
         return
     largest = float("-inf")
     total = 0.0
+    weighted = 0.0
     for start in range(0, num_columns, BLOCK):
         x = tl.load(logits + start + columns, mask=start + columns < num_columns, other=float("-inf")).to(tl.float32)
         if HAS_SOFTCAP:
             x = tl.where(start + columns < num_columns, softcap * _tanh(x / softcap), float("-inf"))
         new = tl.maximum(largest, tl.max(x, 0))
+        if WANTS_ENTROPY:
+            terms = tl.where(x > float("-inf"), tl.exp(x - new) * x, 0.0)
+            weighted = weighted * tl.exp(largest - new) + tl.sum(terms, 0)
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new), 0)
         largest = new
     log_sum = largest + tl.log(total)
+    if WANTS_ENTROPY:
+        tl.store(entropies + row, log_sum - weighted / total)
     own = tl.load(logits + target).to(tl.float32)
     if HAS_SOFTCAP:
         own = softcap * _tanh(own / softcap)
@@ -74,7 +87,14 @@ def _cross_entropy_kernel(
             tl.store(logits + start + columns, grad.to(logits.dtype.element_ty), mask=is_column)
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor, softcap: float | None, grad: bool) -> None:
+def cross_entropy(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    losses_N: Tensor,
+    softcap: float | None,
+    grad: bool,
+    entropies_N: Tensor | None = None,
+) -> None:
     """Write each token's loss, and in the place of its logits their gradient.
 
     Args:
@@ -83,6 +103,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor, softca
         losses_N: float32, written: -log p(target), or 0 without a target.
         softcap: logits become `softcap * tanh(logits / softcap)` first; None leaves them as they are.
         grad: whether the gradient is wanted.
+        entropies_N: float32, written: the entropy of what each row predicts, or 0 without a target; None: not wanted.
     """
     num_rows, num_columns = logits_NV.shape
     assert logits_NV.stride(1) == 1
@@ -91,12 +112,14 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor, softca
         logits_NV,
         targets_N,
         losses_N,
+        losses_N if entropies_N is None else entropies_N,
         0.0 if softcap is None else softcap,
         num_columns,
         logits_NV.stride(0),
         IGNORE=IGNORE_INDEX,
         HAS_SOFTCAP=softcap is not None,
         WANTS_GRAD=grad,
+        WANTS_ENTROPY=entropies_N is not None,
         BLOCK=block,
         num_warps=16 if block >= 8192 else 8,
     )

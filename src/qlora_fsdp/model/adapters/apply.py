@@ -44,6 +44,7 @@ _EXPERTS_ALONE = (
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
     TaskName.preference: "CAUSAL_LM",
+    TaskName.grpo: "CAUSAL_LM",
     TaskName.reward: "SEQ_CLS",
     TaskName.sequence_classification: "SEQ_CLS",
     TaskName.token_classification: "TOKEN_CLS",

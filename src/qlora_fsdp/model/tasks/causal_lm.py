@@ -19,7 +19,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction
+from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction, entropies_of
 from qlora_fsdp.layers.recurrent.replace import has_recurrent_layers, wants_one_sequence
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.experts import has_experts
@@ -86,7 +86,7 @@ class CausalLM(TaskModel):
         Args:
             batch: the micro-batch.
             reduction: `sum`, a scalar, or `none`, the loss of each token: float32 [B, L], or [1, B * L] of a model
-                whose kernels want one sequence.
+                whose kernels want one sequence. `with_entropy` is as in `HeadLoss`, [2, B, L] and so on.
         """
         given, batch = batch, lay_out_for(batch, self.wants_one_sequence)
         inputs = row_markers(batch, self.is_recurrent)
@@ -108,9 +108,14 @@ class CausalLM(TaskModel):
         else:
             with masks_without_asking(batch):
                 outputs = self.base(**inputs)
-            logits = outputs.logits.float().flatten(0, 1)
-            loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            loss = self._loss_of(outputs.logits.float().flatten(0, 1), batch.targets.flatten(), reduction)
         return loss, None if router_loss is None else router_loss.of(outputs.router_logits, given)
+
+    def _loss_of(self, logits: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+        """The loss where the model makes the logits [N, V] itself; with entropies [2, N]."""
+        summed = "sum" if reduction == "sum" else "none"
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction=summed)
+        return torch.stack([loss, entropies_of(logits.detach(), targets)]) if reduction == "with_entropy" else loss
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens may, because a batch may have none of these tokens."""

@@ -1,0 +1,126 @@
+"""Checks of the settings of answers that the model writes, and of what rewards them. Part of `check_settings`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, split_function
+from qlora_fsdp.config.schema import Config, DataFormat, GrpoConfig, Kernel, RewardConfig, TaskConfig
+from qlora_fsdp.config.settings import problem_about, problem_with, show
+
+
+def check_rewards(task: TaskConfig, reward: RewardConfig) -> Iterator[Problem]:
+    """Yields why there are no rewards, or which of their functions can't be there."""
+    if not task.writes_answers:
+        return
+    if not reward.functions:
+        fix = f"Set reward.functions=[rewards.py:NAME], or one that is built in: {', '.join(BUILT_IN)}."
+        yield problem_with(reward, "reward.functions", "names no function: nothing would reward an answer.", fix)
+    for name in reward.functions:
+        yield from _check_function(reward, name)
+    if len(set(reward.functions)) < len(reward.functions):
+        yield problem_with(reward, "reward.functions", "names a function twice.", "Name each once; reward.weights=.")
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+        has = f"has {plural(len(reward.weights), 'number')}, and reward.functions {len(reward.functions)}."
+        yield problem_with(reward, "reward.weights", has, "Give each function one, or leave it out.")
+
+
+def _check_function(reward: RewardConfig, name: str) -> Iterator[Problem]:
+    file, function = split_function(name)
+    if file is None:
+        if name not in BUILT_IN:
+            reason = f"has {name}, which is neither FILE.py:NAME nor built in."
+            fix = f"Write the file and the function, such as rewards.py:correct; built in are {', '.join(BUILT_IN)}."
+            yield problem_with(reward, "reward.functions", reason, fix)
+        elif name in PACKAGES and find_spec(PACKAGES[name][0]) is None:
+            package = PACKAGES[name][1]
+            reason = f"has {name}, which needs a package that is not installed."
+            yield problem_with(reward, "reward.functions", reason, f'pip install "{package}"')
+    elif not Path(file).is_file():
+        reason = f"has {name}, and there is no file {file}, seen from {Path.cwd()}."
+        yield problem_with(reward, "reward.functions", reason, "Name a file that is there.")
+    elif not function.isidentifier():
+        reason = f"has {name}, and {function or 'nothing'} is no name of a function."
+        yield problem_with(reward, "reward.functions", reason, "Write FILE.py:NAME.")
+
+
+def check_rollouts(config: Config) -> Iterator[Problem]:
+    """Yields what does not go with answers that the model writes."""
+    if not config.task.writes_answers:
+        return
+    name = show("task.name", config.task.name)
+    rollout = config.rollout
+    most = config.training.max_length
+    if rollout.max_completion_length >= most:
+        reason = f"leaves no room for a prompt: training.max_length={most} is for both."
+        yield problem_with(rollout, "rollout.max_completion_length", reason, f"Set it below {most}.")
+    if rollout.top_p > 1:
+        yield problem_with(rollout, "rollout.top_p", "is a probability.", "Set it to 1 or less.")
+    yield from _check_data(config, name)
+    yield from _check_loss(config.grpo, config)
+    refused = (
+        ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
+        ("fsdp.cpu_offload", config.fsdp.cpu_offload, True, "has the weights where no text can be written"),
+    )
+    for key, value, bad, why in refused:
+        if value == bad:
+            yield problem_about(key, value, f"can't be used with {name}: it {why}.", f"Leave {key} out.")
+    if config.training.router_aux_loss_coef > 0:
+        reason = f"can't be used with {name}."
+        yield problem_with(config.training, "training.router_aux_loss_coef", reason, "Set it to 0.")
+    if config.tracking.num_generations > 0:
+        reason = f"has no effect with {name}: what is written in each step is in generations.jsonl."
+        yield problem_with(config.tracking, "tracking.num_generations", reason, "Leave it out.")
+
+
+def _check_data(config: Config, name: str) -> Iterator[Problem]:
+    """Yields settings of rows that do not go with prompts."""
+    data = config.data
+    if data.format is not DataFormat.auto:
+        yield problem_with(data, "data.format", f"has no effect with {name}: rows have a prompt.", "Leave it out.")
+    if data.mix:
+        reason = f"can't be used with {name}."
+        yield problem_with(data, "data.mix", reason, "Set data.path to one data set, or to a list of files.")
+    if "[" in data.split:
+        yield problem_with(data, "data.split", f"takes some rows, which {name} can't.", "Set data.max_rows.")
+    others = [key for key in data.columns if key != "prompt"]
+    if others:
+        reason = f"renames {', '.join(others)}, and {name} reads prompts; functions get all other columns as they are."
+        yield problem_with(data, "data.columns", reason, "Write {prompt: NAME}.")
+    cleaning = {
+        "data.near_duplicates": data.near_duplicates,
+        "data.decontaminate": data.decontaminate,
+        "data.min_tokens": data.min_tokens,
+        "data.max_tokens": data.max_tokens,
+    }
+    for key, value in cleaning.items():
+        if value:
+            yield problem_about(key, value, f"can't be used with {name}.", "Leave it out.")
+
+
+def _check_loss(grpo: GrpoConfig, config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with the loss."""
+    is_used = grpo.loss_type.clips_below  # elsewhere it is told that it has no effect
+    if is_used and grpo.delta is not None and grpo.delta <= 1 + grpo.used_epsilon_high:
+        reason = f"is to be above 1 + epsilon_high, {1 + grpo.used_epsilon_high:g}, or it clips what that is to clip."
+        yield problem_with(grpo, "grpo.delta", reason, "Set it higher.")
+    every = config.checkpoint.every_steps
+    if every is not None and every % grpo.num_iterations:
+        reason = f"falls between steps on the same answers, of which grpo.num_iterations={grpo.num_iterations} makes."
+        fix = f"Set a multiple of {grpo.num_iterations}."
+        yield problem_with(config.checkpoint, "checkpoint.every_steps", reason, fix)
+    if grpo.beta == 0 or config.lora.start is not None:
+        return
+    trained = {
+        "tokenizer.add_tokens": config.tokenizer.add_tokens,
+        "tokenizer.add_special_tokens": config.tokenizer.add_special_tokens,
+        "lora.modules_to_save": config.lora.modules_to_save,
+    }
+    for key, value in trained.items():
+        if value:
+            reason = f"is trained beside the adapter, and with grpo.beta={grpo.beta:g} the reference would have it."
+            yield problem_about(key, value, reason, "Set grpo.beta=0, or leave it out.")

@@ -1,0 +1,266 @@
+"""Prompts that the model answers itself, with whatever else their rows have: what rewards an answer may ask for it.
+
+A row is {"prompt": ...}, text or a list of messages, which may have `tools` and `system`. Text goes to the model as it
+is, after what the tokenizer puts before a text. Messages are written by the chat template, with the beginning of an
+answer. All columns stay with the prompt. Rows are read when a run starts and kept in memory: they are thousands, where
+texts to train on are millions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.data_sets import settings_for_evaluation
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat
+from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.data.chats.conversation import read_conversation
+from qlora_fsdp.data.chats.written import check_words, check_written
+from qlora_fsdp.data.columns import COMMON_NAMES, find_absent, rename, show_keys
+from qlora_fsdp.data.counts import DataReport, ProblemCounter, ReadReport
+from qlora_fsdp.data.parse import parse_row
+from qlora_fsdp.data.read import Paths, find_source, iterate_rows, name_setting
+from qlora_fsdp.data.row import (
+    EMPTY,
+    REFUSED,
+    TOO_LONG,
+    WRONG_KEYS,
+    WRONG_TYPES,
+    BadRow,
+    as_messages,
+    check_row,
+    refuse_turns_as_text,
+    type_name,
+)
+from qlora_fsdp.data.run_data import PreparedData
+from qlora_fsdp.data.sequences import NO_LABELS, Indices, Sequences
+from qlora_fsdp.data.together import check_same_counts, failing_together
+from qlora_fsdp.data.tokenize import TokenRow
+from qlora_fsdp.data.tokenized_rows import check_token_ids
+from qlora_fsdp.data.tokenizer import begin_tokens, encode, with_template
+from qlora_fsdp.runtime.processes import Processes
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt with its row.
+
+    Attributes:
+        tokens: what the model goes on from.
+        prompt: as functions get it: text, or a list of messages.
+        columns: the other columns, by their names in the data.
+        place: where the row is, such as `sums.jsonl:3`.
+    """
+
+    tokens: list[int]
+    prompt: Any
+    columns: dict[str, Any]
+    place: str
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a conversation, so that the answer is a message."""
+        return isinstance(self.prompt, list)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts as rows of tokens, none of which is trained on (`sequences.Rows`)."""
+
+    questions: Sequence[Question]
+
+    num_answers = 0
+    labels = NO_LABELS
+
+    @cached_property
+    def key(self) -> str:
+        text = json.dumps([[question.tokens, question.columns] for question in self.questions], sort_keys=True)
+        return sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(question.tokens) for question in self.questions], dtype=np.int64)
+
+    @property
+    def part_lengths(self) -> NDArray[np.int64]:
+        return self.lengths[:, None]
+
+    @property
+    def num_targets(self) -> NDArray[np.int32]:
+        """A prompt counts once."""
+        return np.ones(len(self.questions), dtype=np.int32)
+
+    def read(self, row: int) -> list[TokenRow]:
+        tokens = np.array(self.questions[row].tokens, dtype=np.int32)
+        return [(tokens, np.zeros(len(tokens), dtype=bool))]
+
+
+def prepare_questions(
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
+) -> PreparedData[Sequences]:
+    """Reads the prompts of a run, and those that are held out. Every rank calls this, and has all of them.
+
+    Raises:
+        DataError: there is none that can be used; raised on every rank.
+    """
+    data = spec.settings
+    assert data.path is not None
+    with failing_together(processes):
+        found, report = _read(data.path, data, spec, tokenizer)
+        check_token_ids(report.max_token_id, vocab_size, report.path)
+        reports = [report]
+        held_out: list[Question] = []
+        if data.eval_path is not None:
+            held_out, report = _read(data.eval_path, settings_for_evaluation(data), spec, tokenizer)
+            reports.append(report)
+    order = np.random.default_rng(spec.row_seed).permutation(len(found))
+    if data.max_rows is not None:
+        order = np.sort(order[: data.max_rows])
+        found = [found[number] for number in order.tolist()]
+        order = np.random.default_rng(spec.row_seed).permutation(len(found))
+    if data.eval_fraction > 0:
+        number = max(1, int(len(found) * data.eval_fraction))
+        if number >= len(found):
+            raise DataError(
+                f"data.eval_fraction={data.eval_fraction} of {len(found)} usable prompts leaves none to train on. Set "
+                "it lower, or set data.eval_path."
+            )
+        chosen = set(order[:number].tolist())
+        held_out = [question for row, question in enumerate(found) if row in chosen]
+        found = [question for row, question in enumerate(found) if row not in chosen]
+    assert isinstance(tokenizer.pad_token_id, int)
+    train = _as_sequences(found, spec, tokenizer.pad_token_id)
+    evaluation = _as_sequences(held_out, spec, tokenizer.pad_token_id) if held_out else None
+    report_of_all = DataReport(
+        sources=tuple(reports),
+        num_sequences=len(train),
+        num_rows=len(train),
+        num_tokens=int(train.token_counts.sum()),
+        num_target_tokens=len(train),
+        packing_efficiency=1.0,
+        num_eval_sequences=len(held_out),
+        num_eval_target_tokens=len(held_out),
+        are_prompts=True,
+    )
+    check_same_counts(report_of_all, processes)
+    return PreparedData(train, evaluation, report_of_all)
+
+
+def question_of(sequences: Sequences, index: int) -> Question:
+    """The question that is a sequence."""
+    rows = sequences.rows
+    assert isinstance(rows, Questions)
+    row = int(sequences.row_ids_of(index)[0])
+    return rows.questions[row]
+
+
+def _as_sequences(questions: list[Question], spec: DataSpec, pad_token_id: int) -> Sequences:
+    rows: Indices = np.arange(len(questions), dtype=np.int64)
+    starts = np.arange(len(questions) + 1, dtype=np.int64)
+    return Sequences(Questions(questions), rows, starts, spec.max_length, pad_token_id, is_packed=False)
+
+
+def _read(
+    path: Paths, data: DataConfig, spec: DataSpec, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Question], ReadReport]:
+    """The questions of a source, and the report about it."""
+    source = find_source(path, data, spec.task.settings)
+    tokenizer = with_template(tokenizer, data)
+    counter = ProblemCounter()
+    found: list[Question] = []
+    room = spec.max_length - spec.task.rollout.max_completion_length
+    num_rows = 0
+    for place, raw in iterate_rows(source):
+        num_rows += 1
+        try:
+            question = _read_question(raw, place, data, tokenizer)
+            if len(question.tokens) > room:
+                length = f"{len(question.tokens)} tokens, and rollout.max_completion_length leaves {room} to prompts"
+                raise BadRow(TOO_LONG, length)
+            found.append(question)
+        except BadRow as bad:
+            counter.add(place, bad.kind, bad.detail, is_kept=False)
+    report = ReadReport(
+        path=source.path,
+        num_rows=num_rows,
+        num_used_rows=len(found),
+        num_tokens=sum(len(question.tokens) for question in found),
+        max_token_id=max((max(question.tokens) for question in found), default=-1),
+        problems=counter.problems(),
+        skipped=source.skipped,
+    )
+    if report.problems and data.bad_rows is BadRows.error:
+        raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
+    if not found:
+        what = f"{report}" if num_rows else f"{report.path} has no rows"
+        where = name_setting(path, data)
+        more = "rollout.max_completion_length or training.max_length"
+        raise DataError(f"There is no usable prompt. {what}\nRepair the rows, or set {where}, data.columns, {more}.")
+    return found, report
+
+
+def _read_question(raw: bytes, place: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Question:
+    """A row as a question.
+
+    Raises:
+        BadRow: it can't be used.
+    """
+    row = parse_row(raw)
+    columns = {key: value for key, value in row.items() if key not in ("prompt", data.columns.get("prompt"))}
+    absent = find_absent(row, data.columns)
+    if absent:
+        raise BadRow(WRONG_KEYS, f"{absent}; keys are {show_keys(row)}")
+    renamed = rename(row, data.columns)
+    if "prompt" not in renamed:
+        other = next((name for name in (*COMMON_NAMES["prompt"], *COMMON_NAMES["messages"]) if name in row), "NAME")
+        raise BadRow(WRONG_KEYS, f"no prompt; keys are {show_keys(row)}; set data.columns={{prompt: {other}}}")
+    prompt = renamed["prompt"]
+    if isinstance(prompt, list):
+        messages, tools = _as_chat(prompt, renamed, data)
+        return Question(_chat_tokens(tokenizer, messages, tools), messages, columns, place)
+    refuse_turns_as_text("prompt", prompt)
+    if not isinstance(prompt, str):
+        raise BadRow(WRONG_TYPES, f"prompt is {type_name(prompt)}, neither text nor a list of messages")
+    if not prompt:
+        raise BadRow(EMPTY, "prompt is empty")
+    begin, tokens = begin_tokens(tokenizer), encode(tokenizer, prompt)
+    return Question(tokens if tokens[: len(begin)] == begin else begin + tokens, prompt, columns, place)
+
+
+def _as_chat(prompt: list[Any], row: dict[str, Any], data: DataConfig) -> tuple[list[dict[str, Any]], Any]:
+    """The messages of a prompt and its tools; data.system_prompt stands before messages without one."""
+    given = {"messages": as_messages(prompt, {}), "tools": row.get("tools"), "system": row.get("system")}
+    _, checked = check_row(given, DataFormat.messages, {})
+    messages = checked["messages"]
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(WRONG_KEYS, "prompt ends with an answer, after which the model has nothing to say")
+    return messages, checked["tools"]
+
+
+def _chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any) -> list[int]:
+    """A conversation by the chat template, with the beginning of the assistant's next turn."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "Prompts are messages, and the tokenizer has no chat template. Set data.chat_template=chatml (or llama3, "
+            "alpaca, or a Jinja file), or write prompts as text."
+        )
+    try:
+        conversation = read_conversation(messages, tools, tokenizer)
+        text = conversation.render(conversation.messages, prompt=True)
+        written = conversation.render(conversation.messages)
+        check_written(conversation, written)
+        check_words(conversation, written)
+    except BadRow:
+        raise
+    except Exception as error:  # a template is a program, and its sandbox lets any error through
+        raise BadRow(REFUSED, str(error)) from error
+    return encode(tokenizer, text)

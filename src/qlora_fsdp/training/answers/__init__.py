@@ -1,0 +1,1 @@
+"""Steps on answers that the model writes itself: it writes, functions reward, the model learns."""

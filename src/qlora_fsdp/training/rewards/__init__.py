@@ -1,0 +1,1 @@
+"""What rewards answers that the model writes: functions, in processes of their own."""

@@ -1,0 +1,123 @@
+"""task=grpo: each mistake in its settings and rows gets one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.helpers.checkpoints import VOCAB
+from tests.helpers.lines import write_lines
+from tests.helpers.one_process import one_process
+from tests.helpers.quick_config import load_config
+
+from qlora_fsdp.common.errors import ConfigError, DataError
+from qlora_fsdp.config.checks import check_rollouts
+from qlora_fsdp.config.checks.check_settings import check_settings
+from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.data.questions import Questions, prepare_questions, question_of
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+
+BASE = ["task=grpo", "model.path=org/name", "data.path=org/name", "reward.functions=[exact_match]"]
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no function": (["reward.functions=[]"], "reward.functions=[] names no function"),
+    "unknown": (["reward.functions=[nothing]"], "has nothing, which is neither FILE.py:NAME nor built in"),
+    "no file": (["reward.functions=[no.py:one]"], "has no.py:one, and there is no file no.py"),
+    "twice": (["reward.functions=[exact_match,exact_match]"], "names a function twice"),
+    "weights": (["reward.weights=[1,2]"], "has 2 numbers, and reward.functions 1"),
+    "a group of one": (["rollout.num_generations=1"], "must be finite and at least 2"),
+    "no room": (["rollout.max_completion_length=2048"], "leaves no room for a prompt"),
+    "no probability": (["rollout.top_p=1.5"], "is a probability"),
+    "delta": (["grpo.delta=1.1"], "is to be above 1 + epsilon_high, 1.2"),
+    "delta of cispo": (["grpo.loss_type=cispo", "grpo.delta=2"], "has no effect with grpo.loss_type=cispo"),
+    "checkpoints": (["grpo.num_iterations=4", "checkpoint.every_steps=6"], "falls between steps on the same answers"),
+    "trained beside": (["grpo.beta=0.1", "lora.modules_to_save=[lm_head]"], "the reference would have it"),
+    "host memory": (["fsdp.cpu_offload=true"], "has the weights where no text can be written"),
+    "Liger": (["kernels.cross_entropy=liger"], "sums over all tokens"),
+    "stream": (["data.streaming=true", "training.max_steps=9"], "can't be used with task.name=grpo"),
+    "slices": (["distributed.context_parallel=2"], "can't be used with task.name=grpo"),
+    "columns": (["data.columns={completion: answer}"], "renames completion, and task.name=grpo reads prompts"),
+    "generations": (["tracking.num_generations=2", "data.eval_fraction=0.1"], "what is written in each step"),
+    "other task": (["task=causal_lm", "rollout.num_generations=4"], "Set task=grpo too"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_is_one_problem(mistake: str) -> None:
+    more, told = MISTAKES[mistake]
+    base = [text for text in BASE if mistake != "other task" or not text.startswith("reward")]
+    problems = check_settings(load_config([*base, *more]))
+    assert len(problems) == 1, problems
+    assert told in str(problems[0])
+
+
+def test_what_is_right_has_no_problem() -> None:
+    assert check_settings(load_config([*BASE, "grpo.loss_type=rloo", "grpo.beta=0.05"])) == []
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_rollouts, "find_spec", lambda name: None)
+    (problem,) = check_settings(load_config([*BASE[:-1], "reward.functions=[math_equal]"]))
+    assert 'pip install "math-verify[antlr4_13_2]"' in str(problem)
+
+
+def test_functions_count_only_where_they_are_typed(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("reward:\n  functions: [evil.py:run]\n")
+    with pytest.raises(ConfigError, match=r"decides what is run here.*Remove it; if you want it, type"):
+        load_config([*BASE[:-1], f"--config={file}"])
+
+
+def spec_of(file: Path, *more: str) -> DataSpec:
+    argv = ["task=grpo", "model.path=org/name", f"data.path={file}", "training.max_length=20"]
+    return DataSpec.of(load_config([*argv, "rollout.max_completion_length=8", *more]))
+
+
+def test_rows_are_prompts_with_columns(tmp_path: Path) -> None:
+    rows = [
+        {"question": "2 + 2", "answer": 4},
+        {"question": "x" * 30},
+        {"answer": 5},
+        {"question": 7},
+        {"question": ""},
+    ]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    spec = spec_of(file, "data.columns={prompt: question}")
+    prepared = prepare_questions(spec, byte_tokenizer(), one_process(), VOCAB)
+    assert isinstance(prepared.train.rows, Questions)
+    question = question_of(prepared.train, 0)
+    assert len(prepared.train) == 1
+    assert (question.prompt, question.columns, question.place) == ("2 + 2", {"answer": 4}, "rows.jsonl:1")
+    told = str(prepared.report)
+    for text in (
+        "rows.jsonl:2 (31 tokens, and rollout.max_completion_length leaves 12 to prompts)",
+        "rows.jsonl:3 (no question, which data.columns names for prompt; keys are answer)",
+        "prompt is int, neither text nor a list of messages",
+        "prompt is empty",
+        "training: 1 prompt, 6 tokens",
+    ):
+        assert text in told
+
+
+def test_messages_are_written_by_the_template(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}]
+    spec = spec_of(write_lines(tmp_path / "rows.jsonl", rows), "training.max_length=200", "data.chat_template=chatml")
+    prepared = prepare_questions(spec, byte_tokenizer(), one_process(), VOCAB)
+    question = question_of(prepared.train, 0)
+    assert question.is_chat
+    text = byte_tokenizer().decode(question.tokens)
+    assert text.endswith("<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "told"),
+    [
+        ([{"prompt": "x" * 40}], [], "There is no usable prompt"),
+        ([{"question": "a"}], [], r"set data.columns=\{prompt: question\}"),
+        ([{"prompt": "a"}, {"prompt": 3}], ["data.bad_rows=error"], "data.bad_rows=error, and"),
+        ([{"prompt": "a"}], ["data.eval_fraction=0.5"], "leaves none to train on"),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[object], more: list[str], told: str) -> None:
+    spec = spec_of(write_lines(tmp_path / "rows.jsonl", rows), *more)
+    with pytest.raises(DataError, match=told):
+        prepare_questions(spec, byte_tokenizer(), one_process(), VOCAB)
