@@ -103,7 +103,9 @@ class SlotLayer(CacheLayerMixin):
             self.states[key].index_copy_(0, step.slots, new.to(self.states[key].dtype))
 
     def copy(self, source: int, targets: Tensor, num_tokens: int) -> None:
-        """Give other slots the first tokens of a slot."""
+        """Give other slots the first tokens of a slot, and the states that these have left."""
+        for state in self.states.values():
+            state[targets] = state[source]
         if self.keys is None or self.values is None:
             return
         for kept in (self.keys, self.values):

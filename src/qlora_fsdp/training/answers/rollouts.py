@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import RolloutConfig
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
 from qlora_fsdp.data.questions import Question
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
+from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
@@ -94,6 +95,7 @@ class Rollouts:
         self.seed = seed
         self.processes = processes
         self.ends = end_ids_of(tokenizer)
+        self.stops = StopStrings(tokenizer, list(end_texts_of(tokenizer)))
         reason = why_not_by_rows(model, processes.device)
         reason = reason or why_not_in_slots(model.base.config, trust_remote_code)
         if reason is not None:
@@ -136,7 +138,7 @@ class Rollouts:
 
     def is_cut(self, completion: Completion) -> bool:
         """Whether an answer has no end within its room."""
-        return completion.tokens[-1] not in self.ends
+        return len(completion.tokens) >= self.settings.max_completion_length and completion.tokens[-1] not in self.ends
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, without special ones."""
@@ -158,6 +160,7 @@ class Rollouts:
             self.tokenizer.pad_token_id or 0,
             settings.max_slots or SLOTS,
             by_rows=ByRows(self.model) if isinstance(self.model, FSDPModule) else None,
+            stops=self.stops,
             is_keyed=True,
         )
         try:
