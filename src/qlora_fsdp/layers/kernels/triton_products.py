@@ -20,7 +20,7 @@ in float32. The values are multiplied by a constant first, with which they lose 
 (`best_factor`), and the result is divided by it: what is multiplied is nearer to the exact weight than a dequantized one,
 whose every value is rounded.
 
-**Sums are split** (SPLIT programs for one tile of the output) where there are too few tiles to keep a GPU busy. Each
+**Sums are split** (several programs for one tile of the output) where there are too few tiles to keep a GPU busy. Each
 program stores what it has summed, and counts itself. The last one adds up all, in their order, so that the result does
 not depend on which one is last; it adds bias and adapter, and rounds once.
 """
@@ -134,9 +134,13 @@ def _values(codes, book, LOOKUP: tl.constexpr, DTYPE: tl.constexpr):
     if LOOKUP == "":
         upper = tl.load(book + (codes.to(tl.int32) >> 4)).to(DTYPE)
         lower = tl.load(book + (codes.to(tl.int32) & 15)).to(DTYPE)
+    elif DTYPE == tl.bfloat16:
+        upper, lower = tl.inline_asm_elementwise(
+            LOOKUP, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
     else:
         upper, lower = tl.inline_asm_elementwise(
-            asm=LOOKUP, constraints="=r,=r,=r,=r,r", args=[codes], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
+            LOOKUP, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     return upper, lower
 
@@ -225,16 +229,16 @@ def _finish(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_groups_0", "num_groups_1", "num_groups_2", "split"])
 def _products_kernel(
     x, codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, nested_0, nested_1, nested_2,
     bias_0, bias_1, bias_2, b_0, b_1, b_2, out_0, out_1, out_2,
     h, book, scale_book, ends, partials, counts,
     num_rows, width, code_stride, scale_stride, num_outputs_0, num_outputs_1, num_outputs_2,
-    num_groups_0, num_groups_1, num_groups_2, rank_0, rank_1, rank_2, rank_all, factor,
+    num_groups_0, num_groups_1, num_groups_2, rank_0, rank_1, rank_2, rank_all, split, factor,
     BLOCKSIZE: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, LOOKUP: tl.constexpr,
     BIAS: tl.constexpr, RANK: tl.constexpr, WEIGHTS: tl.constexpr, GROUPED: tl.constexpr,
-    SUB: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr, LOOP_STAGES: tl.constexpr,
+    SUB: tl.constexpr, STEP: tl.constexpr, IS_SPLIT: tl.constexpr, LOOP_STAGES: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program sums up a tile of one weight's product, or a part of it.
@@ -274,8 +278,8 @@ def _products_kernel(
         row = tl.program_id(0) * ROWS
         end = tl.minimum(row + ROWS, num_rows)
     num_steps = width // (SUB * STEP)
-    first = part * num_steps // SPLIT
-    last = (part + 1) * num_steps // SPLIT
+    first = part * num_steps // split
+    last = (part + 1) * num_steps // split
     while row < end:
         rows = row + tl.arange(0, ROWS)
         is_row = rows < end
@@ -284,16 +288,16 @@ def _products_kernel(
             scale_stride, block_offset, first, last,
             BLOCKSIZE, SUB, STEP, KIND, WORDS, LOOKUP, LOOP_STAGES, OUTPUTS, ROWS,
         )  # fmt: skip
-        if SPLIT > 1:
+        if IS_SPLIT:
             tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             in_tile = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-            places = partials + tile.to(tl.int64) * (SPLIT * OUTPUTS * ROWS) + in_tile
+            places = partials + tile.to(tl.int64) * (split * OUTPUTS * ROWS) + in_tile
             tl.store(places + part * (OUTPUTS * ROWS), total)
             tl.debug_barrier()
             arrived = tl.atomic_add(counts + tile, 1, sem="acq_rel")
-            if arrived == SPLIT - 1:
+            if arrived == split - 1:
                 total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-                for other in tl.static_range(SPLIT):
+                for other in range(split):
                     total += tl.load(places + other * (OUTPUTS * ROWS), cache_modifier=".cg")
                 _finish(
                     total, out, bias, low, b, scales, outputs, rows, is_output, is_row, num_outputs, rank, rank_all,
@@ -408,6 +412,7 @@ def products(
         *(ranks or [0] * len(weights)),
         *[0] * missing,
         sum(ranks),
+        tile.split,
         factor,
         BLOCKSIZE=blocksize,
         KIND=kind,
@@ -419,7 +424,7 @@ def products(
         GROUPED=ends is not None,
         SUB=sub,
         STEP=tile.step,
-        SPLIT=tile.split,
+        IS_SPLIT=tile.split > 1,
         LOOP_STAGES=tile.num_stages if tile.stages_scales else None,
         OUTPUTS=tile.outputs,
         ROWS=tile.rows,
