@@ -103,7 +103,11 @@ def lookup(values: tuple[float, ...], dtype: torch.dtype) -> str:
     lower_bytes = [value & 255 for value in book]
     upper = [int.from_bytes(bytes(upper_bytes[at : at + 4]), "little") for at in range(0, 16, 4)]
     lower = [int.from_bytes(bytes(lower_bytes[at : at + 4]), "little") for at in range(0, 16, 4)]
-    tables = [f"mov.b32 {name}{at}, 0x{word:08x};" for name, words in (("T", upper), ("U", lower)) for at, word in enumerate(words)]
+    tables = [
+        f"mov.b32 {name}{at}, 0x{word:08x};"
+        for name, words in (("T", upper), ("U", lower))
+        for at, word in enumerate(words)
+    ]
     # s: the codes' low three bits. m: bytes of ones where a code is 8 or more. 0: of bytes 0 and 1; 1: of bytes 2 and 3.
     found = []
     for half in "01":
@@ -134,7 +138,7 @@ def _values(codes, book, LOOKUP: tl.constexpr, DTYPE: tl.constexpr):
     if LOOKUP == "":
         upper = tl.load(book + (codes.to(tl.int32) >> 4)).to(DTYPE)
         lower = tl.load(book + (codes.to(tl.int32) & 15)).to(DTYPE)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         upper, lower = tl.inline_asm_elementwise(
             LOOKUP, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
@@ -229,7 +233,7 @@ def _finish(
 
 
 @kernel
-@triton.jit(do_not_specialize=["num_rows", "num_groups_0", "num_groups_1", "num_groups_2", "split"])
+@triton.jit(do_not_specialize=["num_rows", "scale_stride", "num_groups_0", "num_groups_1", "num_groups_2", "split"])
 def _products_kernel(
     x, codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, nested_0, nested_1, nested_2,
     bias_0, bias_1, bias_2, b_0, b_1, b_2, out_0, out_1, out_2,
