@@ -354,11 +354,15 @@ def compile_all(weights: list[Weight]) -> list[str]:
     started = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = {pool.submit(compile_tile, weight, tile): (weight, tile) for weight, tile in wanted.values()}
-        for job in as_completed(jobs):
-            problem = job.result()
-            if problem:
-                weight, tile = jobs[job]
-                problems.append(f"{weight.quant_type} {tuple(tile)}: {problem}")
+        try:
+            for job in as_completed(jobs, timeout=150):
+                problem = job.result()
+                if problem:
+                    weight, tile = jobs[job]
+                    problems.append(f"{weight.quant_type} {tuple(tile)}: {problem}")
+        except Exception as problem:  # what is missing is compiled when it is tried
+            problems.append(f"the processes ended: {type(problem).__name__}: {problem}")
+            pool.shutdown(wait=False, cancel_futures=True)
     print(
         f"{len(wanted)} kernels in {time.perf_counter() - started:.0f} s, {len(problems)} can't be compiled", flush=True
     )
