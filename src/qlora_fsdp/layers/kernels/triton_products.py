@@ -124,10 +124,10 @@ def lookup(values: tuple[float, ...], dtype: torch.dtype) -> str:
         "prmt.b32 m0, x, $4, 0xD9C8;",
         "prmt.b32 m1, x, $4, 0xFBEA;",
         *found,
-        "prmt.b32 $0, l0, h0, 0x6240;",
-        "prmt.b32 $1, l1, h1, 0x6240;",
-        "prmt.b32 $2, l0, h0, 0x7351;",
-        "prmt.b32 $3, l1, h1, 0x7351;",
+        "prmt.b32 $0, l0, h0, 0x7351;",  # a byte's upper nibble was chosen second
+        "prmt.b32 $1, l1, h1, 0x7351;",
+        "prmt.b32 $2, l0, h0, 0x6240;",
+        "prmt.b32 $3, l1, h1, 0x6240;",
     ]
     return "{\n" + "\n".join(lines) + "\n}"
 
