@@ -79,7 +79,7 @@ DRY_WEIGHTS = [
 ]
 
 
-def tiles(rows: int, weight: Weight) -> Iterator[Tile]:
+def tiles(rows: int) -> Iterator[Tile]:
     """All tiles to try for a number of rows, without splits."""
     by_rows = {16: [16], 32: [32], 64: [64], 128: [64, 128], 256: [64, 128]}[rows]
     for tile_rows in by_rows:
@@ -94,8 +94,7 @@ def tiles(rows: int, weight: Weight) -> Iterator[Tile]:
             for step, num_stages in ((1, 5), (2, 3), (2, 4), (4, 2), (4, 3)):
                 if step * num_stages * max(tile_rows, 32) > 1100:
                     continue  # shared memory
-                for stages_scales in (False, True) if weight.quant_type != "int8" else (False,):
-                    yield Tile(outputs, tile_rows, step, 1, num_warps, num_stages, stages_scales)
+                yield Tile(outputs, tile_rows, step, 1, num_warps, num_stages)
 
 
 def fits(tile: Tile, weight: Weight) -> bool:
@@ -340,7 +339,7 @@ def compile_all(weights: list[Weight]) -> list[str]:
     for weight in weights:
         kind = weight.quant_type, weight.double_quant, weight.blocksize, bool(weight.experts), weight.width % 256 == 0
         for rows in TUNED_ROWS:
-            for tile in tiles(rows, weight):
+            for tile in tiles(rows):
                 if not fits(tile, weight):
                     continue
                 for split in (1,) if weight.experts else (1, 2):
@@ -403,7 +402,7 @@ def tune(weight: Weight, results: Results, device: torch.device, deadline: float
         split_x = bench.split(x)
         exact = bench.exact(x, ends)
         if rows in TUNED_ROWS:
-            found = [tile for tile in tiles(rows, weight) if fits(tile, weight)]
+            found = [tile for tile in tiles(rows) if fits(tile, weight)]
             candidates = [tile._replace(split=split) for tile in found for split in splits(tile, weight, rows)]
             if device.type == "cpu":
                 candidates = candidates[:: len(candidates) // 3]
@@ -466,14 +465,14 @@ def tune(weight: Weight, results: Results, device: torch.device, deadline: float
 def checks() -> Iterator[tuple[Weight, Tile]]:
     """Every format, block and tile shape, with ragged widths."""
     chosen = [
-        Tile(64, 16, 1, 2, 4, 3, False),
-        Tile(64, 16, 4, 3, 4, 3, True),
-        Tile(32, 16, 4, 1, 2, 2, True),
-        Tile(128, 16, 2, 2, 8, 3, False),
-        Tile(64, 32, 2, 1, 4, 3, True),
-        Tile(64, 64, 1, 2, 4, 3, False),
-        Tile(128, 64, 1, 1, 8, 3, True),
-        Tile(128, 128, 1, 2, 8, 3, False),
+        Tile(64, 16, 1, 2, 4, 3),
+        Tile(64, 16, 4, 3, 4, 3),
+        Tile(32, 16, 4, 1, 2, 2),
+        Tile(128, 16, 2, 2, 8, 3),
+        Tile(64, 32, 2, 1, 4, 3),
+        Tile(64, 64, 1, 2, 4, 3),
+        Tile(128, 64, 1, 1, 8, 3),
+        Tile(128, 128, 1, 2, 8, 3),
     ]
     formats = [("nf4", False, 64), ("nf4", True, 64), ("fp4", True, 64), ("fp4", False, 128), ("nf4", True, 128)]
     formats += [("nf4", False, 256), ("nf4", True, 512), ("nf4", False, 32), ("int8", False, 64)]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.layers import Format, QuantizedLinear, decode_linear
 from qlora_fsdp.layers.decode_linear import DecodeLayers, has_whole_blocks, product_with_codes
+from qlora_fsdp.layers.kernels.launch import HAS_TRITON
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.rewire import fuse_layers
 
@@ -86,6 +87,38 @@ def test_few_rows_take_two_kernels_for_all_adapters(monkeypatch: pytest.MonkeyPa
         expected = reference(x.double())
     assert num_layers == [3, 2, 1]  # q, k and v; gate and up; down
     assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("format", [Format("nf4", double_quant=True), Format("int8")], ids=str)
+def test_one_kernel_multiplies_layers_that_share_an_input(monkeypatch: pytest.MonkeyPatch, format: Format, rows: int):
+    """In Triton's interpreter: q, k and v; gate and up; down. Ranks of adapters are unlike."""
+    kernels = pytest.importorskip("qlora_fsdp.layers.kernels.triton_products")
+    if not HAS_TRITON:
+        pytest.skip("without Triton there are no kernels")
+    tile = kernels.Tile(32, 32, 1, 2, 2, 3) if rows > 16 else kernels.Tile(32, 16, 1, 1, 2, 3)
+    monkeypatch.setattr(decode_linear, "products_tile", lambda layers, x: tile)
+    num_weights, products = [], kernels.products
+
+    def watched(x_NI: Tensor, weights: list[object], *args: object, **options: object) -> list[Tensor]:
+        num_weights.append(len(weights))
+        found: list[Tensor] = products(x_NI, weights, *args, **options)
+        return found
+
+    monkeypatch.setattr(kernels, "products", watched)
+    ours, reference = make_parts(format, "silu", torch.float32, "cpu")
+    x = torch.randn(rows, 128)
+    with torch.no_grad(), DecodeLayers(ours).in_use():
+        found = ours(x)
+        expected = reference(x.double())
+    assert num_weights == [3, 2, 1]
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_nothing_changes_without_a_gpu():
+    layer = quantized(Format("nf4"))
+    assert decode_linear.products_tile([layer], torch.randn(8, 128, dtype=torch.bfloat16)) is None
 
 
 def test_a_base_without_adapters():

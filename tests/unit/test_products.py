@@ -1,4 +1,4 @@
-"""Products with codes: the instructions that look up values, in an emulation of those six that are used."""
+"""Products with codes: the kernel in Triton's interpreter, and the lookup's instructions in an emulation of theirs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import get_4bit_type
+from tests.helpers.products import compare, divided, sorted_rows
 
-from qlora_fsdp.layers.kernels.triton_products import lookup
+from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.kernels.launch import HAS_TRITON
+from qlora_fsdp.layers.kernels.triton_products import MAX_ROWS, Tile, best_tile, lookup, max_tiles
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() or not HAS_TRITON, reason="tests/gpu runs the kernels themselves; without Triton none"
+)
 
 
 def prmt(first: int, second: int, choices: int) -> int:
@@ -65,3 +72,51 @@ def test_codes_are_looked_up(quant_type: str) -> None:
         upper = [book[code >> 4].item() for code in codes.tolist()]
         lower = [book[code & 15].item() for code in codes.tolist()]
         assert values == upper + lower
+
+
+@interpreted
+@pytest.mark.parametrize("rank", [0, 20])
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_products_of_two_weights_with_biases_and_adapters(quant_type: str, double_quant: bool, rank: int) -> None:
+    format = Format(quant_type, double_quant)  # type: ignore[arg-type]
+    assert compare(format, [96, 40], 256, 5, Tile(64, 16, 2, 2, 4, 3), True, rank) < 1e-5
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("format", "outputs", "width", "rows", "tile"),
+    [
+        (Format("nf4", True), [96, 40, 64], 512, 5, Tile(32, 16, 4, 2, 2, 3)),
+        (Format("nf4", True), [48], 192, 3, Tile(32, 16, 1, 1, 2, 5)),  # three scales a row, in units of two bytes
+        (Format("nf4", True, 128), [48], 512, 3, Tile(32, 16, 1, 3, 4, 3)),
+        (Format("nf4", False, 256), [48], 512, 40, Tile(32, 32, 2, 1, 4, 3)),
+        (Format("nf4", False, 32), [48], 96, 3, Tile(32, 16, 1, 1, 4, 3)),
+        (Format("int8"), [48, 32], 192, 19, Tile(32, 16, 1, 2, 4, 3)),
+    ],
+    ids=str,
+)
+def test_products_of_other_formats(format: Format, outputs: list[int], width: int, rows: int, tile: Tile) -> None:
+    assert compare(format, outputs, width, rows, tile, False, 8) < 1e-5
+
+
+@interpreted
+def test_products_of_experts_with_their_rows() -> None:
+    """One expert has no rows, and one more than a tile."""
+    ends = sorted_rows([3, 0, 27, 10])
+    assert compare(Format("nf4", True), [4 * 48], 256, 40, Tile(32, 16, 4, 1, 4, 3), True, 0, ends) < 1e-5
+
+
+@pytest.mark.parametrize("width", [64, 192, 576, 4096, 14336])
+@pytest.mark.parametrize("format", [Format("nf4", True), Format("fp4", blocksize=32), Format("int8")], ids=str)
+def test_tiles_divide_every_width(format: Format, width: int) -> None:
+    for outputs in (24, 4096, 57344):
+        for rows in (1, 16, 17, 33, 100, MAX_ROWS):
+            tile = best_tile(outputs, width, rows, format.blocksize, format.is_4bit, 132)
+            assert tile is not None and width % (min(64, format.blocksize) * tile.step) == 0
+            assert tile.split == 1 or width // (min(64, format.blocksize) * tile.step) >= 2 * tile.split
+            assert divided(outputs, tile.outputs) * divided(rows, tile.rows) <= max_tiles([outputs])
+
+
+def test_int8_rows_that_no_tile_divides() -> None:
+    assert best_tile(64, 100, 1, 64, False, 132) is None

@@ -2,8 +2,10 @@
 
 Training multiplies thousands of rows, so that it pays to dequantize a weight first. A step of generation has a row for
 each prompt. Writing a whole bfloat16 weight to memory and reading it again then costs five times what reading the
-codes costs. bitsandbytes has a kernel that multiplies with the codes themselves, `gemm_4bit`; it takes the scales of
-double quantization too. For many rows, such as those of a prompt, the weight is dequantized as always.
+codes costs. So up to some hundred rows are multiplied with the codes themselves: layers that share an input together,
+with their biases and adapters, by one kernel of our own (kernels/triton_products.py). One row of a small weight is
+multiplied faster by bitsandbytes' kernel, `gemm_4bit`, which also is what there is in float32. For more rows, such as
+those of a prompt, the weight is dequantized as always.
 
 Of a sharded model each rank multiplies with the rows of codes that it has, which gives some of a layer's outputs, and
 the ranks put these together (sharding/by_rows.py).
@@ -18,20 +20,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
+from qlora_fsdp.layers.kernels.launch import HAS_TRITON
 from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraLinear, LoraPart, OutputsOfInput, active_part
 from qlora_fsdp.layers.mlp import GatedMlp
-from qlora_fsdp.layers.quantized.format import dynamic_map
+from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, own_rows, unflatten
 from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
 from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
-# Up to this many rows the codes are multiplied as they are: bitsandbytes' own bound, below which its kernel is faster
+if TYPE_CHECKING:
+    from qlora_fsdp.layers.kernels.triton_products import Codes, Tile
+
+# Up to this many rows bitsandbytes' kernel may multiply the codes: its own bound, below which its kernel is faster
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).
 FEW_ROWS = 4
 # Rows up to which this also holds for weights of this many outputs, which keep all multiprocessors of a large GPU busy.
@@ -41,6 +48,10 @@ WIDE = 8448
 # With more, cuBLAS' products are faster than a program for each row of A.
 MAX_ROWS = 8
 REFRESHED = 64  # adapters that are copied at a time; scaled float32 copies of their B exist meanwhile
+# With fewer multiplications than these, for up to FEW_ROWS rows, bitsandbytes' kernel is faster than ours: 10.8
+# microseconds of an H100 for one row and a weight of 4096 x 4096, where ours takes 12.6 with the order of x, and 12.7
+# for two rows, where bitsandbytes' takes 15.3 (benchmarks/products.py).
+SMALL_PRODUCT = 24e6
 _dequantized = DequantizedMatmul()
 
 
@@ -63,10 +74,17 @@ class DecodeGroup:
         self.a_RI: Tensor | None = None  # A of all layers, one below another, in the compute dtype
         self.a: list[Tensor] = []  # its parts
         self.b: list[Tensor] = []  # B of each layer, [O, R], scaled
+        # Of the kernel that multiplies codes, for each tile of the outputs. Branches of a graph must not share them.
+        self.counts: Tensor | None = None
         self.outputs = OutputsOfInput()
 
     def allocate(self) -> None:
-        """Take the memory of the adapters' copies, unless there is some."""
+        """Take the memory of the adapters' copies and of counts, unless there is some."""
+        if self.counts is None:
+            from qlora_fsdp.layers.kernels import triton_products
+
+            num = triton_products.max_tiles([layer.out_features for layer in self.layers])
+            self.counts = torch.zeros(num, dtype=torch.int32, device=self.layers[0].codes.device)
         if self.parts and not self.a:
             dtype = self.layers[0].compute_dtype
             example = self.parts[0].lora_a.weight
@@ -91,17 +109,56 @@ class DecodeGroup:
     def _compute(self, x_NI: Tensor, some: slice) -> list[Tensor]:
         """The same, but only those outputs whose rows of the weight this rank has."""
         layers = self.layers[some]
+        tile = products_tile(layers, x_NI)
         if not self.parts:
+            if tile is not None:
+                return self._products(x_NI, layers, tile)
             return [_output(layer, x_NI) for layer in layers]
         b = self.b[some]
         ranks = self.ranks[some]
         a_RI = self.a_RI if len(layers) == len(self.layers) else self.a[some.start]
         assert a_RI is not None
+        if tile is not None:
+            return self._products(x_NI, layers, tile, a_RI, b)
         if len(x_NI) <= MAX_ROWS and all(multiplies_codes(layer, x_NI) for layer in layers):
             return _outputs_of_few_rows(x_NI, layers, a_RI, b)
         h_NR: Tensor = x_NI @ a_RI.t()
         addends = [Addend(h, factor.t()) for h, factor in zip(h_NR.split(ranks, 1), b, strict=True)]
         return [_output(layer, x_NI, addend) for layer, addend in zip(layers, addends, strict=True)]
+
+    def _products(
+        self,
+        x_NI: Tensor,
+        layers: Sequence[QuantizedLinear],
+        tile: Tile,
+        a_RI: Tensor | None = None,
+        b: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """The outputs of layers for which `products_tile` has found a tile: one kernel for all, with their adapters."""
+        from qlora_fsdp.layers.kernels import triton_products
+
+        assert self.counts is not None
+        x_NI = x_NI.contiguous()
+        format = layers[0].format
+        h_NR: Tensor | None = None
+        if format.is_4bit and a_RI is not None:
+            h_NR, x_NI = in_branches([partial(_low_rank, x_NI, a_RI), partial(triton_products.split_columns, x_NI)])
+        elif format.is_4bit:
+            x_NI = triton_products.split_columns(x_NI)
+        elif a_RI is not None:
+            h_NR = _low_rank(x_NI, a_RI)
+        return triton_products.products(
+            x_NI,
+            [_codes(layer) for layer in layers],
+            _values(format.quant_type) if format.is_4bit else (),
+            _books(format, x_NI.dtype, x_NI.device),
+            format.blocksize,
+            tile,
+            self.counts,
+            h_NR,
+            b,
+            interprets=not x_NI.is_cuda,
+        )
 
 
 class DecodeLinear:
@@ -134,13 +191,90 @@ def _output(layer: QuantizedLinear, x_NI: Tensor, addend: Addend | None = None) 
 def _outputs_of_few_rows(
     x_NI: Tensor, layers: Sequence[QuantizedLinear], a_RI: Tensor, b: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The outputs of layers that multiply codes: a kernel for each, and two for all of their adapters."""
+    """The outputs of layers for which bitsandbytes multiplies codes, and two kernels for all of their adapters."""
     from qlora_fsdp.layers.kernels import triton_low_rank
 
     products = [partial(product_with_codes, layer, x_NI) for layer in layers]
     *outputs, h_NR = in_branches([*products, partial(triton_low_rank.first, x_NI, a_RI)])
     triton_low_rank.add_second(h_NR, b, outputs)
     return outputs
+
+
+def _low_rank(x_NI: Tensor, a_RI: Tensor) -> Tensor:
+    """h = x A^T of all adapters, in the dtype of x."""
+    if len(x_NI) > MAX_ROWS:
+        return x_NI @ a_RI.t()
+    from qlora_fsdp.layers.kernels import triton_low_rank
+
+    return triton_low_rank.first(x_NI, a_RI, x_NI.dtype)
+
+
+def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | None:
+    """How our kernel divides the products of layers with the same input.
+
+    Returns:
+        None if something else computes them: on a CPU, on GPUs without Triton or bfloat16, in float32, for more rows
+        than it is fast for, for few rows of small weights, and for layers of unlike formats, as ranks may have
+        (`own_parts`).
+    """
+    first = layers[0]
+    num_rows = len(x_NI)
+    if not x_NI.is_cuda or x_NI.dtype == torch.float32 or num_rows == 0 or not _has_products(x_NI.device):
+        return None
+    for layer in layers:
+        is_alike = layer.format == first.format and (layer.bias is None) == (first.bias is None)
+        if not is_alike or layer.out_features == 0:
+            return None
+    from qlora_fsdp.layers.kernels import triton_products
+
+    max_rows = triton_products.MAX_NESTED_ROWS if first.format.double_quant else triton_products.MAX_ROWS
+    if num_rows > max_rows:
+        return None
+    num_outputs = sum(layer.out_features for layer in layers)
+    is_small = num_rows * num_outputs * first.in_features < SMALL_PRODUCT
+    if is_small and num_rows <= FEW_ROWS and all(has_whole_blocks(layer) for layer in layers):
+        return None
+    num_multiprocessors = torch.cuda.get_device_properties(x_NI.device).multi_processor_count
+    return triton_products.best_tile(
+        num_outputs, first.in_features, num_rows, first.blocksize, first.format.is_4bit, num_multiprocessors
+    )
+
+
+@cache
+def _has_products(device: torch.device) -> bool:
+    """Whether a GPU runs our kernel: with Triton and NVIDIA's instructions, and products of bfloat16."""
+    return HAS_TRITON and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _codes(layer: QuantizedLinear) -> Codes:
+    """A layer's weight as our kernel reads it."""
+    from qlora_fsdp.layers.kernels.triton_products import Codes
+
+    format = layer.format
+    codes = layer.codes.detach()
+    scales = layer.scales.detach()
+    if not format.is_4bit:
+        return Codes(codes.view(torch.int8), scales, None, layer.bias)
+    nested: Tensor | None = None
+    if format.double_quant:
+        scales = scales.view(torch.uint8)
+        nested = layer.nested_scales
+    return Codes(codes.view(torch.uint8), scales, nested, layer.bias)
+
+
+@cache
+def _values(quant_type: str) -> tuple[float, ...]:
+    """The values of the 16 codes."""
+    return tuple(code_book(quant_type, torch.device("cpu")).tolist())
+
+
+@cache
+def _books(format: Format, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What our kernel reads of the values of codes, and of quantized scales: float32 [16] and [256]."""
+    from qlora_fsdp.layers.kernels.triton_products import scaled
+
+    values = scaled(_values(format.quant_type), dtype) if format.is_4bit else (0.0,) * 16
+    return torch.tensor(values, dtype=torch.float32).to(device), dynamic_map(device)
 
 
 def in_branches(computations: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
@@ -171,7 +305,7 @@ def _branch_streams(device: torch.device, number: int) -> list[torch.cuda.Stream
 
 
 def multiplies_codes(layer: QuantizedLinear, x_NI: Tensor) -> bool:
-    """Whether the codes are multiplied as they are: on a GPU, for few rows and 4-bit codes."""
+    """Whether bitsandbytes' kernel multiplies the codes: on a GPU, for few rows and 4-bit codes."""
     num_rows = x_NI.shape[0]
     is_few = num_rows <= FEW_ROWS or (num_rows <= WIDE_ROWS and layer.out_features >= WIDE)
     return x_NI.is_cuda and is_few and layer.out_features > 0 and has_whole_blocks(layer)

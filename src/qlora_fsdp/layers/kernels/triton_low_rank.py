@@ -67,12 +67,12 @@ def _second_kernel(
         _add(block - end_1, h + rank_0 + rank_1, b_2, y_2, num_rows, width_2, rank_2, rank_all, RANK, COLUMNS)
 
 
-def first(x_NI: Tensor, a_RI: Tensor) -> Tensor:
-    """h = x A^T, float32 [N, R], of few rows."""
+def first(x_NI: Tensor, a_RI: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """h = x A^T [N, R] in a dtype, of few rows."""
     (num_rows, width), rank = x_NI.shape, a_RI.shape[0]
     rows = triton.next_power_of_2(num_rows)
     columns = min(TILE // rows, triton.next_power_of_2(width))
-    h_NR = torch.empty(num_rows, rank, dtype=torch.float32, device=x_NI.device)
+    h_NR = torch.empty(num_rows, rank, dtype=dtype, device=x_NI.device)
     _first_kernel[(rank,)](
         x_NI.contiguous(), a_RI, h_NR, num_rows, width, rank, ROWS=rows, COLUMNS=columns, num_warps=8
     )

@@ -40,6 +40,11 @@ from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 MAX_WEIGHTS = 3  # that share an input, and are multiplied in one launch
 INT8_FACTOR = 127.0  # a row's largest magnitude stands for this code
+# Rows up to which a product takes no longer than a dequantized weight's: 256 rows of a 70B model's q, k and v take 196
+# microseconds, and 174 with the dequantized weight, if the scales are quantized too. (benchmarks/products.py, one H100)
+MAX_ROWS = 256
+MAX_NESTED_ROWS = 128
+MAX_SPLIT = 4
 
 
 class Tile(NamedTuple):
@@ -52,7 +57,6 @@ class Tile(NamedTuple):
         split: programs that share the sum over columns of one tile.
         num_warps: of a program.
         num_stages: steps whose codes are in shared memory at a time.
-        stages_scales: also load scales ahead, into shared memory, as the codes.
     """
 
     outputs: int
@@ -61,7 +65,6 @@ class Tile(NamedTuple):
     split: int
     num_warps: int
     num_stages: int
-    stages_scales: bool
 
 
 class Codes(NamedTuple):
@@ -78,6 +81,57 @@ class Codes(NamedTuple):
     scales: Tensor
     nested: Tensor | None = None
     bias: Tensor | None = None
+
+
+def best_tile(
+    outputs: int, width: int, rows: int, blocksize: int, is_4bit: bool, num_multiprocessors: int
+) -> Tile | None:
+    """The tile for a product, by what benchmarks/products.py has measured on an H100.
+
+    For each of its weights and numbers of rows, no tile of those that it tries takes more than a sixth less time.
+
+    Args:
+        outputs: of all weights that share the input.
+        width: columns of a weight.
+        rows: of x.
+        blocksize: columns that share a scale; of 4-bit codes.
+        is_4bit: or int8.
+        num_multiprocessors: of the GPU.
+
+    Returns:
+        None if the width can't be divided.
+    """
+    sub = _columns(blocksize, is_4bit)
+    if width % sub:
+        return None
+    tile_rows = min(128, max(16, triton.next_power_of_2(rows)))
+    tile_outputs = 32 if tile_rows == 16 else 64
+    step = 2
+    if is_4bit and tile_rows == 32:
+        step = 1
+    elif is_4bit and tile_rows <= 64:
+        step = 4  # whose quantized scales are one word
+    while width % (sub * step):
+        step //= 2
+    num_stages = {4: 3, 2: 3, 1: 5}[step]
+    if step == 2 and tile_rows == 16:
+        num_stages = 4
+    # Programs for each multiprocessor with which it is busy: as many as have room there.
+    wanted = {16: 6, 32: 6, 64: 4, 128: 2}[tile_rows] * num_multiprocessors
+    num_programs = triton.cdiv(outputs, tile_outputs) * triton.cdiv(rows, tile_rows)
+    num_steps = width // (sub * step)
+    split = max(1, min(MAX_SPLIT, wanted // num_programs, num_steps // 2))
+    return Tile(tile_outputs, tile_rows, step, split, tile_outputs // 16, num_stages)
+
+
+def max_tiles(outputs: Sequence[int]) -> int:
+    """How many tiles of weights' outputs there are, at most, for up to MAX_ROWS rows."""
+    return sum(2 * triton.cdiv(num, 64) for num in outputs)
+
+
+def _columns(blocksize: int, is_4bit: bool) -> int:
+    """How many columns a program multiplies at a time."""
+    return min(64, blocksize) if is_4bit else 64
 
 
 @cache
@@ -154,7 +208,7 @@ def _sums(
     x, rows, is_row, codes, scales, nested, book, scale_book, outputs, num_groups, width, code_stride, scale_stride,
     block_offset, first, last,
     BLOCKSIZE: tl.constexpr, SUB: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
-    LOOKUP: tl.constexpr, LOOP_STAGES: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    LOOKUP: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile [OUTPUTS, ROWS] over the columns of steps from `first` to `last`, without int8's scale."""
     dtype = x.dtype.element_ty
@@ -163,7 +217,7 @@ def _sums(
         columns = tl.arange(0, SUB)
         code_places = codes + outputs.to(tl.int64)[:, None] * code_stride + columns[None, :]
         x_places = x + rows.to(tl.int64)[None, :] * width + columns[:, None]
-        for step in tl.range(first, last, num_stages=LOOP_STAGES):
+        for step in tl.range(first, last):
             for at in tl.static_range(STEP):
                 place = (step * STEP + at) * SUB
                 code = tl.load(code_places + place)
@@ -180,7 +234,7 @@ def _sums(
         flat = outputs.to(tl.int64) * row_blocks + block_offset
         if KIND == "nested":
             mean = tl.load(nested + num_groups)
-        for step in tl.range(first, last, num_stages=LOOP_STAGES):
+        for step in tl.range(first, last):
             if KIND == "nested" and WORDS:  # the bytes of a step's blocks are one word
                 word = tl.load(scale_places + step)
                 group = tl.load(nested + (flat + step * STEP) // 256)
@@ -242,7 +296,7 @@ def _products_kernel(
     num_groups_0, num_groups_1, num_groups_2, rank_0, rank_1, rank_2, rank_all, split, factor,
     BLOCKSIZE: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, LOOKUP: tl.constexpr,
     BIAS: tl.constexpr, RANK: tl.constexpr, WEIGHTS: tl.constexpr, GROUPED: tl.constexpr,
-    SUB: tl.constexpr, STEP: tl.constexpr, IS_SPLIT: tl.constexpr, LOOP_STAGES: tl.constexpr,
+    SUB: tl.constexpr, STEP: tl.constexpr, IS_SPLIT: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program sums up a tile of one weight's product, or a part of it.
@@ -290,7 +344,7 @@ def _products_kernel(
         total = _sums(
             x, rows, is_row, codes, scales, nested, book, scale_book, outputs, num_groups, width, code_stride,
             scale_stride, block_offset, first, last,
-            BLOCKSIZE, SUB, STEP, KIND, WORDS, LOOKUP, LOOP_STAGES, OUTPUTS, ROWS,
+            BLOCKSIZE, SUB, STEP, KIND, WORDS, LOOKUP, OUTPUTS, ROWS,
         )  # fmt: skip
         if IS_SPLIT:
             tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -376,11 +430,13 @@ def products(
     num_experts = 1 if ends is None else len(ends)
     widths = [weight.codes.shape[0] // num_experts for weight in weights]
     outputs = [x_NI.new_empty(num_rows, num) for num in widths]
-    sub = 64 if kind == "int8" else min(64, blocksize)
-    words = kind == "nested" and tile.step == 4 and blocksize == sub and first.scales.stride(0) % 4 == 0
+    sub = _columns(blocksize, kind != "int8")
+    has_words = all(weight.scales.stride(0) % 4 == 0 and weight.scales.data_ptr() % 4 == 0 for weight in weights)
+    words = kind == "nested" and tile.step == 4 and blocksize == sub and has_words
     scales = [weight.scales.view(torch.int32) if words else weight.scales for weight in weights]
     num_tiles = sum(triton.cdiv(num, tile.outputs) for num in widths)
     num_groups = triton.cdiv(num_rows, tile.rows) if ends is None else num_experts
+    assert tile.split == 1 or len(counts) >= num_tiles * num_groups
     partials = counts
     if tile.split > 1:
         partials = x_NI.new_empty(num_tiles * num_groups * tile.split * tile.outputs * tile.rows, dtype=torch.float32)
@@ -429,7 +485,6 @@ def products(
         SUB=sub,
         STEP=tile.step,
         IS_SPLIT=tile.split > 1,
-        LOOP_STAGES=tile.num_stages if tile.stages_scales else None,
         OUTPUTS=tile.outputs,
         ROWS=tile.rows,
         num_warps=tile.num_warps,
