@@ -15,7 +15,7 @@ import torch
 
 from qlora_fsdp.layers.kernels.launch import OutOfResources, kernel
 
-COMPILE = Path(__file__).parents[1] / "helpers" / "compile_gate.py"
+HELPERS = Path(__file__).parents[1] / "helpers"
 GEFORCE = 99 * 1024  # bytes of shared memory for a block on capabilities 8.6, 8.9 and 12.0 (CUDA programming guide)
 
 
@@ -53,9 +53,23 @@ def test_what_never_fits_is_an_error():
 @pytest.mark.parametrize(("rank", "num_stages"), [(16, 2), (64, 1)])
 def test_the_gates_tiles_fit_a_geforce(rank: int, num_stages: int):
     """Llama's MLP on an RTX 4090: with as many stages as an H100 its tiles take 100 KiB and 184 KiB."""
+    assert max(compile_for_a_gpu("compile_gate.py", "89", str(rank), str(num_stages))) <= GEFORCE
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantization", "rows"), [(80, "nested", 64), (89, "int8", 128), (90, "nf4", 8)]
+)
+def test_the_tiles_of_products_with_codes_fit_a_geforce(capability: int, quantization: str, rows: int):
+    """Also on an A100 and an H100. Those of 64 rows and of int8 take the most: 80 KiB."""
+    num_bytes = compile_for_a_gpu("compile_products.py", str(capability), quantization, str(rows))
+    assert 0 < num_bytes <= GEFORCE
+
+
+def compile_for_a_gpu(program: str, *args: str) -> Any:
+    """What a helper prints, which compiles kernels in a process of its own."""
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(COMPILE), "89", str(rank), str(num_stages)]
+    command = [sys.executable, str(HELPERS / program), *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert max(json.loads(done.stdout)) <= GEFORCE
+    return json.loads(done.stdout)

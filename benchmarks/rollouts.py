@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+r"""Tokens a second of many prompts, with products with codes and with dequantized weights, in one process.
+
+    python benchmarks/rollouts.py --shape 8b --out rollouts.json
+
+The model has random codes, and a random adapter (r=16 on all linear layers). A figure is all new tokens over all
+seconds, prompts included, of a second call; the first compiles and records. Then the logits of both ways are compared
+where a whole text is read in one call of that many tokens: KL is the mean over tokens of that of the products' from the
+dequantized weights' distribution. `noise` is the same for dequantized weights alone, whose products are summed in
+another order: the same tokens at the beginning of a call of 512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from generation import device_name, random_words, timed, write_adapter
+from make_checkpoint import main as make_checkpoint
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.decoding.completer import Request
+from qlora_fsdp.generate import GenerateSettings
+from qlora_fsdp.inference.completions import make_completer
+from qlora_fsdp.inference.trained import load_trained
+from qlora_fsdp.layers import decode_linear
+from qlora_fsdp.layers.decode_linear import DecodeLayers
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.run_command import run_command
+
+COMPARED_TOKENS = (4, 16, 32, 64, 128)
+
+
+def main() -> None:
+    """Measure both ways in turn; print a table and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["tiny", "1b", "8b", "70b"], default="8b")
+    parser.add_argument("--prompts", default="1,8,64,256", help="numbers of prompts")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("rollouts.json"))
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+
+    def body(settings: GenerateSettings, config: Config, processes: Processes) -> None:
+        trained = load_trained(config, settings, processes, generates=True)
+        fill(trained.model.base)
+        sampling = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        for number in map(int, args.prompts.split(",")):
+            prompts = random_words(number, args.prompt_tokens)
+            for name in ("dequantized", "codes"):
+                completer = make_completer(trained, sampling, processes, max_slots=number)
+                assert completer is not None, "this model can't be completed in slots"
+
+                def complete(prompts: list[list[int]], completer: Any = completer) -> int:
+                    requests = [Request(prompt, args.new_tokens) for prompt in prompts]
+                    completer.complete(requests)
+                    return sum(len(request.completion) for request in requests)
+
+                with computed(name):
+                    first_s, _ = timed(complete, prompts)
+                    seconds, num_tokens = timed(complete, prompts)
+                completer.release()
+                row = {"prompts": number, "products": name, "tokens_s": round(num_tokens / seconds, 1)}
+                row |= {"ms_step": round(seconds / args.new_tokens * 1000, 2), "first_s": round(first_s, 1)}
+                rows.append(row)
+                print(row, flush=True)
+        with torch.no_grad():
+            rows.extend(compare(trained.model.base, processes.device))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint, adapter = Path(scratch) / "base", Path(scratch) / "adapter"
+        make_checkpoint(args.shape, checkpoint, sparse=True)
+        write_adapter(checkpoint, adapter)
+        overrides = [f"adapter={adapter}", f"model.path={checkpoint}"]
+        assert run_command(overrides, GenerateSettings, "", body, optional=["data.path"]) == 0
+    args.out.write_text(
+        json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+    )
+
+
+def computed(name: str) -> Any:
+    """While it lasts, few rows are multiplied so: with codes as always, or as if our kernel were not there."""
+    if name == "codes":
+        return patch.object(decode_linear, "products_tile", decode_linear.products_tile)
+    return patch.object(decode_linear, "products_tile", lambda layers, x: None)
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random weights, quantized or not, in place of the zeros of a sparse checkpoint."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.codes.view(torch.uint8).random_()
+            if module.format.double_quant:
+                module.scales.view(torch.uint8).random_()
+                module.nested_scales.fill_(0.005)
+                module.nested_scales[-1] = 0.03
+            else:
+                module.scales.uniform_(0.025, 0.035)
+        elif not isinstance(module, nn.Linear) or "lora" not in type(module).__module__:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1 and not parameter.requires_grad and name == "weight":
+                    parameter.normal_(std=0.04)
+                elif parameter.ndim == 1 and name == "weight":
+                    parameter.fill_(1.0)
+
+
+def compare(model: Any, device: torch.device) -> list[dict[str, Any]]:
+    """How far the distributions of both ways are from one another."""
+    layers = DecodeLayers(model)
+    text = torch.tensor(random_words(1, 512), device=device)
+
+    def log_probabilities(name: str, num_tokens: int) -> Tensor:
+        with computed(name), layers.in_use():
+            logits: Tensor = model(input_ids=text[:, :num_tokens], use_cache=False).logits[0]
+        return logits.double().log_softmax(-1)
+
+    found = []
+    longest = log_probabilities("dequantized", 512)
+    for number in COMPARED_TOKENS:
+        base = log_probabilities("dequantized", number)
+        ours = log_probabilities("codes", number)
+        row = {"tokens": number, "KL": divergence(base, ours), "noise": divergence(base, longest[:number])}
+        row["same_choice"] = float((base.argmax(-1) == ours.argmax(-1)).double().mean())
+        row["entropy"] = float(-(base.exp() * base).sum(-1).mean())
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def divergence(base: Tensor, other: Tensor) -> float:
+    """Mean KL of tokens, in nats."""
+    return float((base.exp() * (base - other)).sum(-1).mean())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Print how many bytes of shared memory the kernel of products takes of a GPU, which need not be here.
+
+A program of its own, because the process of the tests has Triton interpret kernels, and such a process can't compile.
+Arguments: compute capability, as 89; quantization: nf4, nested (double quantization) or int8; rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qlora_fsdp.layers.decode_linear import _values
+from qlora_fsdp.layers.kernels import triton_products
+
+SIZES = ("num_rows", "width", "code_stride", "scale_stride", "split", "rank_all")
+THREE = ("num_outputs", "num_groups", "rank")
+UNALIGNED = ("num_rows", "scale_stride", "num_groups_0", "num_groups_1", "num_groups_2", "split")
+
+
+def shared_bytes(capability: int, quantization: str, rows: int) -> int:
+    """Compile the kernel for three weights with biases and adapters, in bfloat16, with the tile for these rows."""
+    is_4bit = quantization != "int8"
+    tile = triton_products.best_tile(6144, 4096, rows, 64, is_4bit, 132)
+    assert tile is not None
+    is_nested = quantization == "nested"
+    words = is_nested and tile.step == 4
+    constants = {
+        "BLOCKSIZE": 64,
+        "KIND": {"nf4": "float"}.get(quantization, quantization),
+        "WORDS": words,
+        "LOOKUP": triton_products.lookup(_values("nf4"), torch.bfloat16) if is_4bit else "",
+        "BIAS": True,
+        "RANK": 16,
+        "WEIGHTS": 3,
+        "GROUPED": False,
+        "SUB": 64,
+        "STEP": tile.step,
+        "IS_SPLIT": True,
+        "OUTPUTS": tile.outputs,
+        "ROWS": tile.rows,
+    }
+    function = triton_products._products_kernel.function
+    scales = "*fp32"
+    if is_nested:
+        scales = "*i32" if words else "*u8"
+    kinds = {}
+    for name in function.arg_names:
+        stem = name.rstrip("_012")
+        if name in constants:
+            kinds[name] = "constexpr"
+        elif name in SIZES or stem in THREE:
+            kinds[name] = "i32"
+        elif stem in ("x", "bias", "b", "out", "h"):
+            kinds[name] = "*bf16"
+        elif stem == "codes":
+            kinds[name] = "*u8" if is_4bit else "*i8"
+        elif stem == "scales":
+            kinds[name] = scales
+        elif name in ("ends", "counts"):
+            kinds[name] = "*i32"
+        elif name == "factor":
+            kinds[name] = "fp32"
+        else:
+            kinds[name] = "*fp32"
+    names = function.arg_names
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if kinds[name] not in ("constexpr", "fp32") and name not in UNALIGNED
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=function, signature=kinds, constexprs=values, attrs=aligned)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    made = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(made.metadata.shared)
+
+
+if __name__ == "__main__":
+    capability, quantization, rows = sys.argv[1:]
+    print(json.dumps(shared_bytes(int(capability), quantization, int(rows))))
