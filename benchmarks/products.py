@@ -185,7 +185,7 @@ class Bench:
             return found if self.bias is None else found + self.bias.double()
         first = 0
         for expert, (end, some) in enumerate(
-            zip(ends.tolist(), whole.view(self.weight.experts, -1, self.weight.width))
+            zip(ends.tolist(), whole.view(self.weight.experts, -1, self.weight.width), strict=True)
         ):
             found[first:end] = x[first:end].double() @ some.double().t()
             if self.bias is not None:
@@ -207,6 +207,23 @@ class Bench:
             interprets=self.device.type == "cpu",
         )
         return y
+
+    def time(
+        self,
+        x: Tensor,
+        ends: Tensor | None,
+        tile: Tile,
+        copies: int,
+        replays: int,
+        limit: float = 1e9,
+        splits: bool = False,
+    ) -> float:
+        """Microseconds of a product with the kernel; `splits`: its columns are split each time."""
+
+        def compute(number: int) -> Tensor:
+            return self.ours(self.split(x) if splits else x, ends, tile, number)
+
+        return microseconds(compute, copies, replays, limit)
 
     def split(self, x: Tensor) -> Tensor:
         """As the kernel takes rows."""
@@ -421,9 +438,7 @@ def tune(weight: Weight, results: Results, device: torch.device, deadline: float
                 if not wrong < WRONG:
                     results.add("wrong", weight=weight.name, rows=rows, tile=tile, error=wrong)
                     continue
-                taken = microseconds(
-                    lambda i: bench.ours(split_x, ends, tile, i), min(bench.copies, 12), 2, 1.5 * fastest
-                )
+                taken = bench.time(split_x, ends, tile, min(bench.copies, 12), 2, limit=1.5 * fastest)
             except Exception as problem:
                 results.add("failed", weight=weight.name, rows=rows, tile=tile, problem=str(problem)[-200:])
                 if "illegal" in str(problem) or "CUDA error" in str(problem):
@@ -435,14 +450,14 @@ def tune(weight: Weight, results: Results, device: torch.device, deadline: float
         timed.sort(key=lambda one: one[0])
         again = []
         for _, tile, wrong in timed[:NUM_BEST]:
-            taken = microseconds(lambda i: bench.ours(split_x, ends, tile, i), bench.copies, 12)
+            taken = bench.time(split_x, ends, tile, bench.copies, 12)
             again.append((taken, tile, wrong))
         if not again:
             continue
         again.sort(key=lambda one: one[0])
         best = [tile for _, tile, _ in again]
         taken, tile, wrong = again[0]
-        with_split = microseconds(lambda i: bench.ours(bench.split(x), ends, tile, i), bench.copies, 12)
+        with_split = bench.time(x, ends, tile, bench.copies, 12, splits=True)
         row: dict[str, Any] = {"ours": taken, "ours+split": with_split}
         for name, compute in bench.others(x, ends).items():
             try:

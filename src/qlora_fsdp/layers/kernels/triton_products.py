@@ -17,8 +17,8 @@ in order. `split_columns` stores x so, once for all layers that share it.
 
 **Scales multiply sums.** The scale of a block is the same for all columns that are summed up, so it multiplies the sum,
 in float32. The values are multiplied by a constant first, with which they lose least where they are rounded to 16 bits
-(`best_factor`), and the result is divided by it: what is multiplied is nearer to the exact weight than a dequantized one,
-whose every value is rounded.
+(`best_factor`), and the result is divided by it: what is multiplied is nearer to the exact weight than a dequantized
+one, whose every value is rounded.
 
 **Sums are split** (several programs for one tile of the output) where there are too few tiles to keep a GPU busy. Each
 program stores what it has summed, and counts itself. The last one adds up all, in their order, so that the result does
@@ -162,7 +162,7 @@ def lookup(values: tuple[float, ...], dtype: torch.dtype) -> str:
         for name, words in (("T", upper), ("U", lower))
         for at, word in enumerate(words)
     ]
-    # s: the codes' low three bits. m: bytes of ones where a code is 8 or more. 0: of bytes 0 and 1; 1: of bytes 2 and 3.
+    # s: the codes' low three bits. m: bytes of ones where a code is 8 or more. 0: of bytes 0 and 1; 1: of 2 and 3.
     found = []
     for half in "01":
         for table, result in (("T", "h"), ("U", "l")):
