@@ -354,7 +354,8 @@ def compile_all(weights: list[Weight]) -> list[str]:
     """Compile every tile of every kind of weight, with all cores."""
     wanted: dict[tuple[Any, ...], tuple[Weight, Tile]] = {}
     for weight in weights:
-        kind = weight.quant_type, weight.double_quant, weight.blocksize, bool(weight.experts), weight.width % 256 == 0
+        kind: tuple[Any, ...] = weight.quant_type, weight.double_quant, weight.blocksize, bool(weight.experts)
+        kind = (*kind, weight.width % 256 == 0)
         for rows in TUNED_ROWS:
             for tile in tiles(rows):
                 if not fits(tile, weight):
