@@ -32,7 +32,7 @@ from torch import Tensor
 
 from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.kernels import triton_products
-from qlora_fsdp.layers.kernels.triton_products import Codes, Tile, products, scaled, split_columns
+from qlora_fsdp.layers.kernels.triton_products import Tile, WeightCodes, products, scaled, split_even_odd
 from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
 
 COLD_BYTES = 160e6  # of codes that are read before the same ones come again; an H100's cache has 50 MB
@@ -154,15 +154,15 @@ class Bench:
         """In which rows are; Triton's interpreter has no products of bfloat16."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def codes(self, number: int) -> Codes:
+    def codes(self, number: int) -> WeightCodes:
         """A copy, as the kernel reads it."""
         parts = self.parts[number % self.copies]
         if not self.format.is_4bit:
-            return Codes(parts["codes"].view(torch.int8), parts["scales"], None, self.bias)
+            return WeightCodes(parts["codes"].view(torch.int8), parts["scales"], None, self.bias)
         scales = parts["scales"]
         if self.format.double_quant:
             scales = scales.view(torch.uint8)
-        return Codes(parts["codes"].view(torch.uint8), scales, parts.get("nested_scales"), self.bias)
+        return WeightCodes(parts["codes"].view(torch.uint8), scales, parts.get("nested_scales"), self.bias)
 
     def rows(self, number: int) -> tuple[Tensor, Tensor | None]:
         """Random rows, and where each expert's end."""
@@ -227,7 +227,7 @@ class Bench:
 
     def split(self, x: Tensor) -> Tensor:
         """As the kernel takes rows."""
-        return split_columns(x) if self.format.is_4bit else x
+        return split_even_odd(x) if self.format.is_4bit else x
 
     def others(self, x: Tensor, ends: Tensor | None) -> dict[str, Callable[[int], Any]]:
         """What the kernel is compared with."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.decode_linear import _books, _codes, _values
-from qlora_fsdp.layers.kernels.triton_products import Tile, products, split_columns
+from qlora_fsdp.layers.kernels.triton_products import Tile, products, split_even_odd
 from tests.helpers.quantized import make_quantized
 
 
@@ -62,7 +62,7 @@ def compare(
         h = torch.randn(rows, rank * len(layers), device=device).to(dtype)
         b = [torch.randn(num // num_experts, rank, device=device).to(dtype) for num in outputs]
     found = products(
-        split_columns(x) if format.is_4bit else x,
+        split_even_odd(x) if format.is_4bit else x,
         [_codes(layer) for layer in layers],
         _values(format.quant_type) if format.is_4bit else (),
         _books(format, dtype, x.device),

@@ -62,7 +62,7 @@ def test_a_template_that_stays_inside_c_code(template: str) -> None:
 def render_in_worker() -> None:
     """As a process that tokenizes does, which the system ends."""
     chat_template.RENDER_SECONDS = 1.0
-    contained.become_worker()
+    contained.contain_itself()
     render(NESTED + "{{ ns.x == ns.y }}")
 
 

@@ -21,7 +21,7 @@ BASE = ["task=grpo", "model.path=org/name", "data.path=org/name", "reward.functi
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no function": (["reward.functions=[]"], "reward.functions=[] names no function"),
     "unknown": (["reward.functions=[nothing]"], "has nothing, which is neither FILE.py:NAME nor built in"),
-    "no file": (["reward.functions=[no.py:one]"], "has no.py:one, and there is no file no.py"),
+    "no file": (["reward.functions=[no.py:one]"], "has no.py:one, and the file no.py"),
     "twice": (["reward.functions=[exact_match,exact_match]"], "names a function twice"),
     "weights": (["reward.weights=[1,2]"], "has 2 numbers, and reward.functions 1"),
     "a group of one": (["rollout.num_generations=1"], "must be finite and at least 2"),

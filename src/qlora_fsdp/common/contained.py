@@ -74,7 +74,7 @@ def call(function: Callable[..., Any], *args: Any, seconds: float = SECONDS, num
         return _process().ask(function, args, seconds, num_bytes)
 
 
-def become_worker() -> None:
+def contain_itself() -> None:
     """Says that this process may be killed at any time: what is tried runs in itself from here on."""
     global _is_worker
     _is_worker = True

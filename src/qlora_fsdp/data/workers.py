@@ -43,7 +43,7 @@ def become_worker() -> None:
     """Prepares a process that tokenizes."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    contained.become_worker()
+    contained.contain_itself()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
 
 

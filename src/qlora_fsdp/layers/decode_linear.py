@@ -36,7 +36,7 @@ from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
 from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
 if TYPE_CHECKING:
-    from qlora_fsdp.layers.kernels.triton_products import Codes, Tile
+    from qlora_fsdp.layers.kernels.triton_products import Tile, WeightCodes
 
 # Up to this many rows bitsandbytes' kernel may multiply the codes: its own bound, below which its kernel is faster
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).
@@ -142,9 +142,9 @@ class DecodeGroup:
         format = layers[0].format
         h_NR: Tensor | None = None
         if format.is_4bit and a_RI is not None:
-            h_NR, x_NI = in_branches([partial(_low_rank, x_NI, a_RI), partial(triton_products.split_columns, x_NI)])
+            h_NR, x_NI = in_branches([partial(_low_rank, x_NI, a_RI), partial(triton_products.split_even_odd, x_NI)])
         elif format.is_4bit:
-            x_NI = triton_products.split_columns(x_NI)
+            x_NI = triton_products.split_even_odd(x_NI)
         elif a_RI is not None:
             h_NR = _low_rank(x_NI, a_RI)
         return triton_products.products(
@@ -246,20 +246,20 @@ def _has_products(device: torch.device) -> bool:
     return HAS_TRITON and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _codes(layer: QuantizedLinear) -> Codes:
+def _codes(layer: QuantizedLinear) -> WeightCodes:
     """A layer's weight as our kernel reads it."""
-    from qlora_fsdp.layers.kernels.triton_products import Codes
+    from qlora_fsdp.layers.kernels.triton_products import WeightCodes
 
     format = layer.format
     codes = layer.codes.detach()
     scales = layer.scales.detach()
     if not format.is_4bit:
-        return Codes(codes.view(torch.int8), scales, None, layer.bias)
+        return WeightCodes(codes.view(torch.int8), scales, None, layer.bias)
     nested: Tensor | None = None
     if format.double_quant:
         scales = scales.view(torch.uint8)
         nested = layer.nested_scales
-    return Codes(codes.view(torch.uint8), scales, nested, layer.bias)
+    return WeightCodes(codes.view(torch.uint8), scales, nested, layer.bias)
 
 
 @cache

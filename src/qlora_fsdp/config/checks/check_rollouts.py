@@ -41,7 +41,7 @@ def _check_function(reward: RewardConfig, name: str) -> Iterator[Problem]:
             reason = f"has {name}, which needs a package that is not installed."
             yield problem_with(reward, "reward.functions", reason, f'pip install "{package}"')
     elif not Path(file).is_file():
-        reason = f"has {name}, and there is no file {file}, seen from {Path.cwd()}."
+        reason = f"has {name}, and the file {file} does not exist, seen from {Path.cwd()}."
         yield problem_with(reward, "reward.functions", reason, "Name a file that is there.")
     elif not function.isidentifier():
         reason = f"has {name}, and {function or 'nothing'} is no name of a function."

@@ -13,7 +13,7 @@ upper and lower bytes side by side. That is 22 instructions for the eight codes 
 
 **Even and odd columns are two products.** A byte holds the codes of columns 2i and 2i + 1. Values of the upper nibbles
 are multiplied with the even columns of x, those of the lower ones with the odd columns, so that nothing has to be put
-in order. `split_columns` stores x so, once for all layers that share it.
+in order. `split_even_odd` stores x so, once for all layers that share it.
 
 **Scales multiply sums.** The scale of a block is the same for all columns that are summed up, so it multiplies the sum,
 in float32. The values are multiplied by a constant first, with which they lose least where they are rounded to 16 bits
@@ -67,7 +67,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Codes(NamedTuple):
+class WeightCodes(NamedTuple):
     """A quantized weight W [O, I] as the kernel reads it.
 
     Attributes:
@@ -384,7 +384,7 @@ def _split_kernel(x, out, width, x_stride, COLUMNS: tl.constexpr):
     tl.store(out + row * width + width // 2 + pairs, odd, mask=is_pair)
 
 
-def split_columns(x_NI: Tensor) -> Tensor:
+def split_even_odd(x_NI: Tensor) -> Tensor:
     """x with its even columns before its odd ones, as `products` takes it for 4-bit codes."""
     out = torch.empty(x_NI.shape, dtype=x_NI.dtype, device=x_NI.device)
     columns = 1024
@@ -396,7 +396,7 @@ def split_columns(x_NI: Tensor) -> Tensor:
 
 def products(
     x_NI: Tensor,
-    weights: Sequence[Codes],
+    weights: Sequence[WeightCodes],
     values: tuple[float, ...],
     books: tuple[Tensor, Tensor],
     blocksize: int,
@@ -410,7 +410,7 @@ def products(
     """x W^T + bias + h B^T of each weight, [N, O].
 
     Args:
-        x_NI: bfloat16 or float16, contiguous; for 4-bit codes what `split_columns` has made.
+        x_NI: bfloat16 or float16, contiguous; for 4-bit codes what `split_even_odd` has made.
         weights: at most MAX_WEIGHTS, of one format; with `ends` one, of all experts.
         values: of the 16 codes; () for int8.
         books: the values of the 16 codes, multiplied by `best_factor`, float32, which the interpreter reads; and the
