@@ -36,6 +36,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
 		--only-binary :all: --ignore-requires-python --target $(VENV)/model_templates -c constraints.txt trl axolotl \
 		|| echo "trl and axolotl can't be had: the tests of their chat templates are skipped"
+	@# The published schemas of what is written for SkyPilot, Kubernetes and Kubeflow, for tests; nothing of them is run
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+		--target $(VENV)/cluster_schemas -c constraints.txt skypilot kubernetes-validate kubeflow-trainer-api \
+		|| echo "schemas of clusters can't be had: the tests of what is written for them are skipped"
 	@touch $@
 
 demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the CPU, and show the result

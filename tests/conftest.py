@@ -13,7 +13,17 @@ import pytest
 ROOT = Path(__file__).parent
 SLOW_FILES = {
     "cli": [
-        *("bad_input", "chat", "convert", "documented_runs", "expert_mistakes", "interrupts", "lost_ranks", "mistakes"),
+        *(
+            "bad_input",
+            "chat",
+            "clusters",
+            "convert",
+            "documented_runs",
+            "expert_mistakes",
+            "interrupts",
+            "lost_ranks",
+            "mistakes",
+        ),
         *("out_of_memory", "preflight", "preflight_models", "python", "sweeps", "train_on"),
     ],
     "distributed": [

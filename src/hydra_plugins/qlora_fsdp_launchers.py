@@ -1,4 +1,4 @@
-"""`hydra/launcher=accelerate` and `hydra/launcher=slurm`. Hydra finds them because they are in `hydra_plugins`."""
+"""`hydra/launcher=accelerate`, `slurm`, `skypilot` and `kubernetes`. Hydra finds what is in `hydra_plugins`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,30 @@ class SlurmLauncher(_SweepLauncher):
         submit_jobs(jobs, sweep)
 
 
-for _name, _launcher in (("accelerate", AccelerateLauncher), ("slurm", SlurmLauncher)):
+class SkypilotLauncher(_SweepLauncher):
+    """Hands a managed job for each job of a batch to SkyPilot."""
+
+    def _start(self, jobs: list[Job], sweep: Sweep) -> None:
+        from qlora_fsdp.launch.skypilot import submit_to_skypilot
+
+        submit_to_skypilot(jobs, sweep)
+
+
+class KubernetesLauncher(_SweepLauncher):
+    """Hands a Job, or a TrainJob, for each job of a batch to Kubernetes."""
+
+    def _start(self, jobs: list[Job], sweep: Sweep) -> None:
+        from qlora_fsdp.launch.kubernetes import submit_to_kubernetes
+
+        submit_to_kubernetes(jobs, sweep)
+
+
+_LAUNCHERS = {
+    "accelerate": AccelerateLauncher,
+    "slurm": SlurmLauncher,
+    "skypilot": SkypilotLauncher,
+    "kubernetes": KubernetesLauncher,
+}
+for _name, _launcher in _LAUNCHERS.items():
     _node = {"_target_": f"hydra_plugins.qlora_fsdp_launchers.{_launcher.__name__}"}
     ConfigStore.instance().store(group="hydra/launcher", name=_name, node=_node, provider="qlora_fsdp")

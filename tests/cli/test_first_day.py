@@ -201,6 +201,47 @@ def test_lora_plus_changes_the_steps_after_the_first_update(typed: list[str], tm
     assert losses["16"][-1] < losses["1"][-1]
 
 
+def test_the_best_adapter_is_the_result_where_that_is_asked(typed: list[str], tmp_path: Path) -> None:
+    """A learning rate of 10 makes held-out rows worse; with a usual one the last step is the best."""
+    steps = ["training.max_steps=8", "training.global_batch_size=1", "training.eval_every_steps=2"]
+    steps += ["data.eval_fraction=0.2", "checkpoint.every_steps=2", "optim.lr_scheduler_type=constant"]
+    best = ["checkpoint.keep_best=1", "checkpoint.best_at_end=true"]
+    printed, folder = train(tmp_path, *typed, *steps, *best, "training.learning_rate=10")
+    losses = {line["step"]: line["eval_loss"] for line in read_lines(folder / "metrics.jsonl") if "eval_loss" in line}
+    step = min((step for step in losses if step > 0), key=lambda step: losses[step])
+    assert step < 8, losses
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["adapter_step"], summary["eval_loss"]) == (step, losses[step])
+    assert f"The adapter is that of step {step}: its evaluation loss {losses[step]:.4f} is lower" in printed
+    kept = folder / "checkpoints" / f"step-{step:08d}" / "adapter"
+    for file in ("adapter_model.safetensors", "README.md"):
+        assert (folder / "adapter" / file).read_bytes() == (kept / file).read_bytes()
+    printed, folder = train(tmp_path, *typed, *steps, *best, "training.learning_rate=1e-3")
+    assert "adapter_step" not in json.loads((folder / "summary.json").read_text())
+    assert "The adapter is that of step" not in printed
+    code, printed = run_forked(tmp_path, "train", *typed, *steps, "checkpoint.best_at_end=true")
+    assert code == 2 and "needs the best checkpoint, and checkpoint.keep_best=0 keeps the newest ones alone" in printed
+
+
+def test_a_home_in_which_nothing_can_be_made_is_told_before_anything_is_started(
+    typed: list[str], tmp_path: Path
+) -> None:
+    """As in a container whose user has no home. It was noticed once torch was there and the model built."""
+    (tmp_path / "home").write_text("a file")
+    settings = [text for text in typed if not text.startswith("data.cache_folder")]
+    asked = subprocess.run(
+        [sys.executable, str(SCRIPT), "train", *settings],
+        env=child_environment() | {"HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 2
+    assert f"data.cache_folder={tmp_path}/home/.cache/qlora_fsdp/data can't be made" in asked.stderr
+    assert "importing torch" not in asked.stdout + asked.stderr
+
+
 def test_a_run_stops_where_held_out_rows_get_no_better(typed: list[str], tmp_path: Path) -> None:
     """A learning rate of 10 makes them worse. Without patience all steps are done."""
     evaluated = ["training.max_steps=12", "training.global_batch_size=1", "training.eval_every_steps=2"]

@@ -48,13 +48,22 @@ CASES = {
             f"task.labels=[{','.join(LABELS)}]",
         ],
     ),
+    "numbers": (
+        *("bert", "head", 2),
+        ["task=sequence_classification", "task.problem_type=regression", "task.labels=[length,sign]"],
+    ),
     "words": ("bert", "head for words", 3, ["task=token_classification", f"task.labels=[{','.join(WORD_LABELS)}]"]),
     "rewards": ("llama", "head", 1, ["task=reward"]),
 }
-FORMS = {"classes": ProblemType.single_label_classification, "several": ProblemType.multi_label_classification}
+FORMS = {
+    "classes": ProblemType.single_label_classification,
+    "several": ProblemType.multi_label_classification,
+    "numbers": ProblemType.regression,
+}
 ASKED: dict[str, list[dict[str, Any]]] = {
     "classes": [{"id": number, "text": text, "label": "of the user"} for number, text in enumerate(TEXTS)],
     "several": [{"text": text} for text in TEXTS],
+    "numbers": [{"text": text} for text in TEXTS],
     "words": [{"tokens": text.split()} for text in TEXTS],
     "rewards": [
         {"prompt": "the cat", "completion": " sat"},
@@ -130,6 +139,17 @@ def test_classes_are_those_of_a_stock_pipeline(
             assert row["prediction"] == found[0]["label"]
         else:
             assert sorted(row["prediction"]) == sorted(name for name, score in expected.items() if score >= 0.5)
+
+
+def test_numbers_are_those_of_a_stock_pipeline(
+    predicted: dict[str, list[Any]], adapters: dict[str, Path], folder: Path
+) -> None:
+    model = load_stock("numbers", adapters["numbers"], folder / "numbers-base")
+    tokenizer = AutoTokenizer.from_pretrained(adapters["numbers"])
+    stock = pipeline("text-classification", model=model, tokenizer=tokenizer, function_to_apply="none")
+    for row, found in zip(predicted["numbers"], stock(TEXTS, top_k=None), strict=True):
+        assert row["prediction"] == pytest.approx({each["label"]: each["score"] for each in found}, abs=1e-5)
+        assert "probabilities" not in row
 
 
 def test_words_have_the_label_of_their_first_token(

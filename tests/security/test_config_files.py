@@ -151,6 +151,8 @@ def test_no_field_of_the_launch_decides_that_unsaid() -> None:
     """What says how runs are started is looked at one by one: a new field says here or there whose it is."""
     harmless = {"num_processes", "parallel", "dry_run", "partition", "account", "time", "nodes"}
     harmless |= {"gpus_per_node", "cpus_per_task"}
+    harmless |= {"accelerators", "num_nodes", "cpus", "memory", "use_spot"}  # of SkyPilot
+    harmless |= {"kind", "queue", "mount_path", "grace_seconds", "retries"}  # of Kubernetes
     start = {key for key, found in all_settings().items() if found.facets.run is Run.start}
     assert {key.partition(".")[2] for key in start if all_settings()[key].files is not Files.none} == harmless
 

@@ -101,7 +101,8 @@ def test_every_mapping_has_an_example_that_a_shell_hands_on() -> None:
     assert {key for key, setting in all_settings().items() if setting.facets.example} == mappings
     for key in mappings:
         (typed,) = shlex.split(example_of(key))
-        assert value_of(quick_config.load_config([typed]), key) == yaml.safe_load(typed.partition("=")[2])
+        launcher = [f"hydra/launcher={key.partition('.')[0]}"] if key.startswith(("skypilot.", "kubernetes.")) else []
+        assert value_of(quick_config.load_config([typed, *launcher]), key) == yaml.safe_load(typed.partition("=")[2])
 
 
 @pytest.mark.parametrize("path", ["~/a.jsonl", "/data/a=b (1).jsonl", "/data/ä.jsonl", "/it's/a.jsonl", "s\\t.jsonl"])

@@ -66,6 +66,7 @@ def find_commands(page: Path) -> list[Documented]:
     return found
 
 
+OF_LAUNCHERS = ("hydra", "slurm.", "skypilot.", "kubernetes.")
 SAVED = {"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": None}  # by PEFT, at least
 DOCUMENTED = [command for page in PAGES for command in find_commands(page)]
 
@@ -119,7 +120,7 @@ def parse(text: str) -> tuple[str, list[str]]:
 
 def one_job(settings: list[str]) -> list[str]:
     """The settings of a sweep's or a batch job's first run."""
-    own = [text for text in settings if text not in ("-m", "--multirun") and not text.startswith(("hydra", "slurm."))]
+    own = [text for text in settings if text not in ("-m", "--multirun") and not text.startswith(OF_LAUNCHERS)]
     own = [re.sub(r"=tag\(log,interval\(([^,]+),.*", r"=\1", text) for text in own]
     own = [text if "[" in text or "{" in text else text.partition(",")[0] for text in own]
     return [text for text in own if not text.startswith("launch.")]

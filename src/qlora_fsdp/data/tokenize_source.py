@@ -27,7 +27,7 @@ from qlora_fsdp.common.foreign_files import check_owner, close_to_others, find_c
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
-from qlora_fsdp.config.schema import BadRows, TaskName, Thoughts
+from qlora_fsdp.config.schema import DEFAULT_CACHE_FOLDER, BadRows, TaskName, Thoughts
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.cache import Entry, find_damage, fingerprint, load_entry, write_entry
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qlora_fsdp")
 
-DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
 # One process tokenizes this much sooner than more processes have started.
 ROWS_A_PROCESS = 2_000
 BYTES_A_PROCESS = 4 * 2**20

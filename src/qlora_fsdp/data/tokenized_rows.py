@@ -107,8 +107,10 @@ def explain_unlearnable(is_target: Mask, starts: NDArray[np.int64], num_targets:
     """
     if not len(num_targets) or num_targets.max() > 1 or not all(is_target[start + 1] for start in starts[:-1]):
         return ""
+    have_more_tokens = int(np.diff(starts).max()) > 2  # which data.loss_on=all would train on
+    others = "data.loss_on=all, " if have_more_tokens else ""
     return (
         f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
-        " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
+        f" that attention has nothing to learn. Set training.max_length higher, {others}or give rows with"
         " longer answers."
     )

@@ -21,12 +21,12 @@ from qlora_fsdp.config.reading.command_line import Arguments
 from qlora_fsdp.config.reading.compose import composing, read_given
 from qlora_fsdp.config.reading.overrides import SweepOverrides, chosen_groups, read_overrides, read_sweep
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.launch.sweep import Typed, typed_for_all
+from qlora_fsdp.launch.sweep import ELSEWHERE, Typed, typed_for_all
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
 
-LAUNCHERS = ("hydra/launcher=accelerate", "hydra/launcher=slurm")
+LAUNCHERS = tuple(f"hydra/launcher={name}" for name in ("accelerate", "slurm", "skypilot", "kubernetes"))
 INSTALLED = ("hydra_plugins.", "hydra._internal.core_plugins.", "optuna.samplers.")  # what Hydra may call
 
 
@@ -65,14 +65,16 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         config = hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
         _refuse_code(config.hydra, arguments.overrides)
         folder = Path(config.hydra.sweep.dir).expanduser().resolve()
-        refuse(_unwritable(folder))
-        submits = config.hydra.launcher._target_.endswith(".SlurmLauncher")
+        is_elsewhere = config.hydra.launcher._target_.endswith(ELSEWHERE)
+        submits = is_elsewhere or config.hydra.launcher._target_.endswith(".SlurmLauncher")
+        if not is_elsewhere:
+            refuse(_unwritable(folder))
         try:
             hydra.multirun("config", _never_called, overrides, with_log_configuration=False)
         except Interrupted:
             _show(folder)
             raise
-    if config.launch.dry_run:
+    if config.launch.dry_run or is_elsewhere:
         return 0
     jobs = _show(folder)
     if submits:
@@ -145,5 +147,5 @@ def _unwritable(folder: Path) -> Iterator[Problem]:
 
 def _wrong_launcher(overrides: Sequence[str]) -> list[Problem]:
     launchers = [text for text in overrides if text.startswith("hydra/launcher=")]
-    fix = "Set hydra/launcher=accelerate or hydra/launcher=slurm."
+    fix = f"Set {' or '.join(LAUNCHERS)}."
     return [Problem(text, "can't start this.", fix) for text in launchers if text not in LAUNCHERS]

@@ -39,6 +39,7 @@ from qlora_fsdp.records.start_folder import find_start
 from qlora_fsdp.report.sweep_table import describe_job, write_results
 
 Start = Callable[[list["Job"], "Sweep"], None]
+ELSEWHERE = (".SkypilotLauncher", ".KubernetesLauncher")  # launchers whose run folders are not seen from here
 MAX_NAME = 120  # characters of a folder's name
 
 
@@ -147,11 +148,24 @@ def _check(job: Job) -> list[Problem]:
         changes = _harmful_changes(job)
         if changes:
             return changes
-    problems = check_run(job.config)
+    there = _mounts_elsewhere(job.config)
+    problems = [problem for problem in check_run(job.config) if not _is_only_there(problem, there)]
     if job.config.launch.num_processes is not None:
         num_ranks = job.config.launch.num_processes * job.config.slurm.nodes
         problems += check_split(job.config, World(num_ranks, local_num_ranks=job.config.launch.num_processes))
     return problems
+
+
+def _mounts_elsewhere(config: Config) -> list[str]:
+    """Folders that the nodes of a cluster see, and this host may not."""
+    claimed = [] if config.kubernetes.claim is None else [config.kubernetes.mount_path]
+    return [*config.skypilot.file_mounts, *claimed]
+
+
+def _is_only_there(problem: Problem, mounts: Sequence[str]) -> bool:
+    """Whether a problem is that this host does not see a path below one of the mounts."""
+    is_about_place = any(text in problem.reason for text in ("does not exist", "can't be written", "is no "))
+    return is_about_place and any(f"={mount.rstrip('/')}/" in problem.what for mount in mounts)
 
 
 def _harmful_changes(job: Job) -> list[Problem]:
@@ -203,6 +217,7 @@ class Sweep:
     def __init__(self, config: DictConfig) -> None:
         self.folder = Path(config.hydra.sweep.dir).expanduser().resolve()
         self.waits = not config.hydra.sweeper._target_.endswith(".BasicSweeper")
+        self._is_elsewhere = config.hydra.launcher._target_.endswith(ELSEWHERE)
         self._jobs: dict[Path, Job] = {}
 
     def launch(self, batch: Sequence[Sequence[str]], start: Start) -> list[JobReturn]:
@@ -227,7 +242,8 @@ class Sweep:
         self._jobs |= {job.folder: job for job in jobs}
         different = {job.folder: job for job in jobs}  # a sampler may ask for the same job twice
         unfinished = [job for job in different.values() if not job.is_done and not job.problems]
-        has_table = any(job.swept for job in jobs) and not jobs[0].config.launch.dry_run
+        is_seen = not (self._is_elsewhere or jobs[0].config.launch.dry_run)
+        has_table = is_seen and any(job.swept for job in jobs)
         if num_done := sum(job.is_done for job in different.values()):
             say(f"{num_done} of {len(different)} jobs have finished before.")
         if has_table:

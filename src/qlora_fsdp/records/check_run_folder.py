@@ -18,7 +18,7 @@ from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.checks.check_settings import check_settings, check_world
-from qlora_fsdp.config.schema import Config, RunConfig
+from qlora_fsdp.config.schema import DEFAULT_CACHE_FOLDER, Config, DataConfig, DataFormat, RunConfig
 from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records import run_state
@@ -35,7 +35,23 @@ def check(config: Config, world: World) -> None:
 
 def check_run(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration of a run and with its folder, whatever it runs on."""
-    return [*check_run_folder(config.run), *check_settings(config)]
+    return [*check_run_folder(config.run), *_check_cache_folder(config.data), *check_settings(config)]
+
+
+def _check_cache_folder(data: DataConfig) -> Iterator[Problem]:
+    """Yields why tokenized rows can't be kept, for example where a container's HOME is nobody's."""
+    if data.format is DataFormat.random:
+        return
+    try:
+        folder = Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser()
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        may_be_made = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    except (OSError, RuntimeError):  # told where it is opened
+        return
+    if nearest != folder and not may_be_made:  # one that is there may have all that is needed
+        reason = f"can't be made: {nearest} is no folder that you may write to."
+        fix = "Set data.cache_folder to one where there is room."
+        yield problem_about("data.cache_folder", str(folder), reason, fix)
 
 
 def check_run_folder(run: RunConfig) -> Iterator[Problem]:

@@ -61,7 +61,15 @@ pre { overflow-x: auto; font-size: 13px; margin: .3rem 0; } summary { cursor: po
     f".c{i} {{ stroke: var(--{i}); }} circle.c{i} {{ fill: var(--{i}); }} .key.k{i} {{ background: var(--{i}); }}\n"
     for i in range(NUM_COLOURS)
 )
-NOT_COMPARED = ("run", "launch", "slurm", "tracking", "hub")  # sections that say nothing about how a run trains
+NOT_COMPARED = (
+    "run",
+    "launch",
+    "slurm",
+    "skypilot",
+    "kubernetes",
+    "tracking",
+    "hub",
+)  # sections that say nothing about how a run trains
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:

@@ -194,6 +194,7 @@ class TrainResult:
         first_step_seconds: duration of the first step after this start, with compilation and allocation.
         tokens_per_second_per_gpu: median over the steps after the first.
         step_gpu_peak_gib: largest peak memory of tensors over the steps, in GiB; None on a CPU.
+        adapter_step: the step whose adapter is the result, where that is not the last; None where it is.
         doubt: what its figures say against the run; None if nothing.
     """
 
@@ -207,7 +208,14 @@ class TrainResult:
     first_step_seconds: float | None = None
     tokens_per_second_per_gpu: float | None = None
     step_gpu_peak_gib: float | None = None
+    adapter_step: int | None = None
     doubt: str | None = None
+
+    def go_back_to(self, step: int) -> None:
+        """The adapter of an earlier step is the result: what was evaluated later is not about it."""
+        self.adapter_step = step
+        self.eval_losses[:] = [each for each in self.eval_losses if each[0] <= step]
+        self.eval_metrics = {}
 
     def add_step(self, loss: float, norm: float, is_good: bool) -> None:
         """Count a step. Its loss and its gradient's norm count only if its gradient was used (`is_good`)."""
@@ -264,6 +272,7 @@ class TrainResult:
             "initial_loss": None if ends is None else ends.losses[0],
             "final_loss": None if ends is None else ends.losses[1],
             "losses_are_means_of": self.num_averaged,
+            **({} if self.adapter_step is None else {"adapter_step": self.adapter_step}),
             **({} if self.doubt is None else {"doubt": self.doubt}),
             "initial_eval_loss": self.eval_losses[0][1] if self.eval_losses else None,
             "eval_loss": self.eval_losses[-1][1] if self.eval_losses else None,

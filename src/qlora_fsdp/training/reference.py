@@ -23,13 +23,12 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.foreign_files import find_cache
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.config.schema import DEFAULT_CACHE_FOLDER, DataConfig
 from qlora_fsdp.data.batch import collate, micro_batch_indices
 from qlora_fsdp.data.cleaning.row_hashes import read_kept
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Indices, Rows, Sequences
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
 from qlora_fsdp.model.tasks.policy_lm import PolicyLM
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.records.run_folder import log

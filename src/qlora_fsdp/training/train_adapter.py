@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,13 +13,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from qlora_fsdp.common.files import replacing
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.data.sequences import SequenceSettings
 from qlora_fsdp.model.adapters.write_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
-from qlora_fsdp.records.run_state import CHECKPOINTS
+from qlora_fsdp.records.run_state import CHECKPOINTS, checkpoint_folders, step_of
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
@@ -38,6 +42,8 @@ from qlora_fsdp.training.optim import LocalOptimizer, find_faster, make_optimize
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
+
+log = logging.getLogger("qlora_fsdp")
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,9 @@ def train_adapter(
         result.doubt = spec.outlook.judge(split.num_steps, num_sequences, result.ends)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
+        if spec.saving.best_at_end:
+            _take_best(result, folder, processes)
+            result.doubt = spec.outlook.judge(split.num_steps, num_sequences, result.ends)
         figures |= {"status": "finished"} | result.describe()
     finally:
         closing.close()
@@ -184,6 +193,27 @@ def _resume(
         with writing(folder):
             begin_attempt(checkpoint, folder)
     return result
+
+
+def _take_best(result: TrainResult, folder: Path, processes: Processes) -> None:
+    """Put the adapter of the kept checkpoint with the lowest evaluation loss in the last step's place. Collective.
+
+    Nothing is done where the last step's loss is as low, or where it alone was evaluated.
+    """
+    losses = {step: loss for step, loss in result.eval_losses if math.isfinite(loss)}
+    last = losses.get(result.num_steps, math.inf)
+    step = result.num_steps
+    if processes.is_main:
+        kept = {step_of(path): path for path in checkpoint_folders(folder / CHECKPOINTS)}
+        lower = [(loss, step) for step, loss in losses.items() if loss < last and step in kept]
+        if lower:
+            loss, step = min(lower)
+            with writing(folder), replacing(folder / "adapter") as temporary:
+                shutil.copytree(kept[step] / "adapter", temporary)
+            log.info(f"The adapter is that of step {step}: its evaluation loss {loss:.4f} is lower than {last:.4f}.")
+    step = processes.share(step, int)
+    if step != result.num_steps:
+        result.go_back_to(step)
 
 
 def _make_bad_steps(prepared: Prepared, folder: Path, norms: Sequence[float], saver: Saver) -> BadSteps:

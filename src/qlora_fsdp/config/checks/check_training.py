@@ -121,6 +121,10 @@ def check_checkpoints(checkpoint: CheckpointConfig, training: TrainingConfig) ->
             nearest = nearest_settings(key)
             fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
             yield problem_with(checkpoint, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
+    if checkpoint.best_at_end and checkpoint.keep_best == 0:
+        reason = "needs the best checkpoint, and checkpoint.keep_best=0 keeps the newest ones alone."
+        fix = "Set checkpoint.keep_best=1, and checkpoint.every_steps and training.eval_every_steps to one number."
+        yield problem_with(checkpoint, "checkpoint.best_at_end", reason, fix)
     if checkpoint.keep_best > 0 and not _are_evaluated(checkpoint.every_steps, training.eval_every_steps):
         reason = "needs an evaluation at the step of every checkpoint."
         fix = "Set training.eval_every_steps and checkpoint.every_steps, this a multiple of that."

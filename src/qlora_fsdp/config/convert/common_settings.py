@@ -32,7 +32,7 @@ OF_TRAINER = {
     "do_eval": "held-out rows are evaluated where there are some",
     "per_device_eval_batch_size": "evaluations have the micro-batch of training",
     "eval_accumulation_steps": "evaluations have the micro-batch of training",
-    "load_best_model_at_end": "checkpoint.keep_best=1 keeps the best checkpoint, whose adapter/ is for use",
+    "load_best_model_at_end": "set checkpoint.best_at_end, with checkpoint.keep_best=1",
     "metric_for_best_model": "checkpoint.keep_best and early stopping go by the evaluation loss",
     "greater_is_better": "checkpoint.keep_best and early stopping go by the evaluation loss",
     "gradient_checkpointing": BY_THE_PLAN,

@@ -35,7 +35,7 @@ _OPTIONS = """\
   --config FILE      settings and options of groups in a YAML file; what is typed wins (docs/configuration.md)
   --config-dir DIR   a folder with YAML of your own: DIR/experiment/mine.yaml is experiment=mine
   -m, --multirun     a sweep: lora.r=8,16 makes two jobs, started as launch.* says (docs/sweeps.md)
-  hydra/launcher=slurm [-m]   submit it to SLURM, as slurm.* says (docs/clusters.md)"""
+  hydra/launcher=slurm [-m]   submit it to SLURM, as slurm.* says; or skypilot, or kubernetes (docs/clusters.md)"""
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,8 @@ def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     """Refuses settings of the launch for a run that this process does itself."""
     if arguments.starts_jobs:
         return []
-    fixes = {"slurm": "Leave it out: it is for `qlora-fsdp train` with hydra/launcher=slurm."}
+    of_clusters = ("slurm", "skypilot", "kubernetes")
+    fixes = {name: f"Leave it out: it is for `qlora-fsdp train` with hydra/launcher={name}." for name in of_clusters}
     if not launches:
         commands = "train, evaluate, generate, chat and doctor"
         fixes["launch"] = f"Leave it out: only `qlora-fsdp` {commands} start processes."

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qlora_fsdp.config.schema.clusters import KubernetesConfig, KubernetesKind, SkypilotConfig
 from qlora_fsdp.config.schema.data import (
     CHAT_TEMPLATES,
+    DEFAULT_CACHE_FOLDER,
     DEFAULT_DATA,
     SHORTEST,
     BadRows,
@@ -73,6 +75,7 @@ from qlora_fsdp.config.schema.training import (
 
 __all__ = [
     "CHAT_TEMPLATES",
+    "DEFAULT_CACHE_FOLDER",
     "DEFAULT_DATA",
     "DEFAULT_GLOBAL_BATCH",
     "SHORTEST",
@@ -98,6 +101,8 @@ __all__ = [
     "HubConfig",
     "Kernel",
     "KernelsConfig",
+    "KubernetesConfig",
+    "KubernetesKind",
     "LaunchConfig",
     "LoraConfig",
     "LossOn",
@@ -122,6 +127,7 @@ __all__ = [
     "SamplingLevel",
     "ScaleRewards",
     "ShardingStrategy",
+    "SkypilotConfig",
     "SlurmConfig",
     "TaskConfig",
     "TaskName",
@@ -162,6 +168,8 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    skypilot: SkypilotConfig = field(default_factory=SkypilotConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def __post_init__(self) -> None:
         """Add `written`: by key, the text of settings that contained a `${...}` (see `recorded.py`)."""

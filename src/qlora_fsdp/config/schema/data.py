@@ -16,6 +16,7 @@ DEFAULT_DATA = "timdettmers/openassistant-guanaco"
 CHAT_TEMPLATES = ("alpaca", "chatml", "llama3")  # those that ship here, in data/templates/
 
 
+DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
 SHORTEST = "shortest"  # a value of data.mix_until
 
 

@@ -173,7 +173,7 @@ class TrainingConfig:
     # Evaluate each time this many steps are done, and at the end. null: only before and after training.
     eval_every_steps: int | None = setting(None, Run.same, ALWAYS, bounds=at_least(1), other_names=("eval_steps",))
     # Stop when this many evaluations in a row have not had a lower loss than the best before them (transformers'
-    # EarlyStoppingCallback). The adapter is that of the last step; checkpoint.keep_best keeps better ones. null: never.
+    # EarlyStoppingCallback). The adapter is that of the last step unless checkpoint.best_at_end is set. null: never.
     early_stopping_patience: int | None = setting(
         None, Run.same, when("training.eval_every_steps"), bounds=at_least(1), other_names=("patience",)
     )
@@ -199,6 +199,9 @@ class CheckpointConfig:
     keep_last: int = setting(2, Run.same, ALWAYS, bounds=at_least(1), other_names=("save_total_limit",))
     # Besides these, keep this many of those with the lowest evaluation loss.
     keep_best: int = setting(0, Run.same, ALWAYS, bounds=at_least(0))
+    # At the end, write the adapter of the kept checkpoint with the lowest evaluation loss, unless the last step's is
+    # lower still (transformers' load_best_model_at_end). It needs keep_best.
+    best_at_end: bool = setting(False, Run.same, ALWAYS, other_names=("load_best_model_at_end",))
     # auto: resume from the newest checkpoint in run.folder, if there is one. none: start anew, which removes the
     # checkpoints. Or the folder of a checkpoint, of this run or of another.
     resume: str = setting("auto", Run.same, ALWAYS, other_names=("resume_from_checkpoint",), hosts=Hosts.place)

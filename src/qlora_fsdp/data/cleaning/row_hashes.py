@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.foreign_files import check_owner, find_cache
-from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.config.schema import DEFAULT_CACHE_FOLDER, DataConfig
 from qlora_fsdp.data.answers import JudgedRows, PairedRows
 from qlora_fsdp.data.mix import MixedRows
 from qlora_fsdp.data.sequences import Rows
-from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
 
 VERSION = 2  # to be raised when the same row gets another hash, or others are nearly the same
 PAIR_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that (a, b) and (b, a) differ

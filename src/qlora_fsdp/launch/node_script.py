@@ -1,0 +1,125 @@
+"""The shell script that a node of a cluster without SLURM runs, and what its writers have in common.
+
+`qlora-fsdp train` starts the ranks of the node and passes SIGTERM on to them, on which they save and stop. Where there
+are several nodes, a file of accelerate's says which of them this is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qlora_fsdp.common.errors import Problem, refuse
+from qlora_fsdp.config.schema import LaunchConfig
+from qlora_fsdp.config.settings import problem_about
+from qlora_fsdp.launch.sweep import Job
+
+MEETING_PORT = 29500
+
+
+@dataclass(frozen=True)
+class NodeVariables:
+    """Shell expressions for what a cluster tells each node.
+
+    Attributes:
+        rank: the node's number, from 0.
+        main: name or address of node 0.
+        gpus: GPUs of each node.
+    """
+
+    rank: str
+    main: str
+    gpus: str
+
+
+def node_script(arguments: Sequence[str], setup: Sequence[str], num_nodes: int, variables: NodeVariables) -> str:
+    """Returns the script of every node of a job.
+
+    Args:
+        arguments: of `qlora-fsdp train`.
+        setup: shell commands to run first.
+        num_nodes: nodes of the job.
+        variables: what tells a node which one it is.
+    """
+    lines = [*setup, f"arguments=({shlex.join(arguments)})"]
+    if num_nodes > 1:
+        lines += [
+            "nodes=$(mktemp)  # which node this is, for accelerate",
+            'cat >"$nodes" <<END',
+            "distributed_type: MULTI_GPU",
+            f"num_machines: {num_nodes}",
+            f"num_processes: $(({num_nodes} * {variables.gpus}))",
+            f"machine_rank: {variables.rank}",
+            f"main_process_ip: {variables.main}",
+            f"main_process_port: {MEETING_PORT}",
+            "same_network: true",
+            "END",
+            'arguments+=(launch.config_file="$nodes")',
+        ]
+    lines.append('exec qlora-fsdp train "${arguments[@]}"  # it passes SIGTERM on: the ranks save and stop')
+    return "\n".join(lines) + "\n"
+
+
+def job_names(jobs: Sequence[Job]) -> list[str]:
+    """Returns a name for each job as clusters take them: at most 50 small letters, digits and dashes."""
+    names = []
+    for number, job in enumerate(jobs):
+        text = re.sub(r"[^a-z0-9]+", "-", job.config.run.name.lower()).strip("-") or "run"
+        ending = f"-{number}" if len(jobs) > 1 else ""
+        names.append(f"qlora-{text[:40].strip('-')}{ending}")
+    return names
+
+
+def refuse_launch_settings(launch: LaunchConfig, launcher: str, gpus: str) -> None:
+    """Refuses settings of `launch` that have no effect in a cluster.
+
+    Raises:
+        ConfigError: naming all of them.
+    """
+    problems = []
+    for name in ("num_processes", "config_file"):
+        value = getattr(launch, name)
+        if value is not None:
+            reason = f"has no effect with hydra/launcher={launcher}, where each GPU of a node gets a rank."
+            problems.append(problem_about(f"launch.{name}", value, reason, f"Set {gpus}, or leave it out."))
+    refuse(problems)
+
+
+def folders_not_kept(jobs: Sequence[Job], mounts: Sequence[str], fix: str) -> Iterator[Problem]:
+    """Yields the problem of run folders that would be gone with the node, and seen by no other one."""
+    for job in jobs:
+        if not any(is_below(str(job.folder), mount) for mount in mounts):
+            reason = "is on no volume that outlives a node and that all nodes share."
+            yield Problem(f"run.folder={job.folder}", reason, fix, "run.folder")
+            return
+
+
+def is_below(path: str, mount: str) -> bool:
+    """Whether a path is in a folder where a volume is mounted."""
+    return Path(path).is_relative_to(mount)
+
+
+def as_yaml(documents: Sequence[dict[str, Any]]) -> str:
+    """Returns a file with these documents. Texts of several lines stand as they are."""
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
+    """Writes texts of several lines as blocks, and no aliases, which few read well."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent)
