@@ -293,6 +293,26 @@ def test_an_unknown_setting_is_named(tmp_path: Path) -> None:
     assert f"#   of_tomorrow: {{x: 1}}\n#     {NOT_KNOWN}\n" in convert_file(tmp_path / "a.yml")
 
 
+def test_secrets_of_a_file_are_not_written(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(
+        "base_model: a/b\nadapter: lora\nhf_hub_token: hf_ONE\nhub_token: hf_TWO\nwandb_api_key: three\n"
+    )
+    text = convert_file(tmp_path / "a.yml")
+    assert "hf_ONE" not in text and "hf_TWO" not in text and "three" not in text
+    assert "#   hub_token: (a secret)" in text
+
+
+@pytest.mark.parametrize("name", ["reward_funcs: [a]", "num_generations: 8", "use_vllm: true"])
+def test_files_of_grpo_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have beta and max_prompt_length too, by which files of DPO are known."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.yml").write_text(f"model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.1\n{name}\n")
+    assert main(["a.yml", "of=trl"]) == 2
+    assert re.search("is of GRPO or RLOO, whose files are not converted", capsys.readouterr().err)
+
+
 def test_the_real_command_converts_and_the_result_can_be_planned(tmp_path: Path) -> None:
     file = FOLDER / "axolotl" / "qlora-fsdp-70b.yml"
     code, printed = run_forked(tmp_path, "convert", str(file), "out=ours.yaml", "gpus=2")

@@ -365,6 +365,12 @@ def test_numbers_of_keys_are_exponential_and_have_nothing_in_common():
     assert torch.corrcoef(torch.stack([drawn[:, 1:].flatten(), drawn[:, :-1].flatten()]))[0, 1].abs() < 0.004
 
 
+def test_no_number_of_a_key_is_zero() -> None:
+    """The hash of this key and column has ones alone in its upper 24 bits, and 0 would draw what is left out."""
+    drawn = Draws(torch.tensor([52]), torch.tensor([0])).exponentials(138_732)
+    assert drawn[0, -1] == 2.0**-24
+
+
 def drawn_texts(num_slots: int, chosen: list[int], **options: Any) -> list[Request]:
     """Four texts of each prompt, of which those that are chosen are completed, in that order."""
     of_prompts = prompts()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from qlora_fsdp.common.errors import RewardError
@@ -44,6 +47,11 @@ def few(completions, **kwargs):
 
 def word(completions, **kwargs):
     return [1.0, "x", 2.0]
+
+def together(completions, **kwargs):
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    return [1.0]
 
 def leaves(completions, **kwargs):
     os._exit(3)
@@ -100,6 +108,7 @@ def test_functions_get_what_trl_gives_them(file: Path, monkeypatch: pytest.Monke
         ("nan", r'nan returned nan, for the answer "no" to rows.jsonl:2'),
         ("few", r"few returned 1 rewards for 3 answers"),
         ("word", r"""word returned 'x', which is no number, for the answer "no" to rows.jsonl:2"""),
+        ("together", r"together raised ValueError: one at a time"),
         ("leaves", r"leaves has ended by itself \(exit code 3\)"),
         ("missing", r"rewards.py has no function missing"),
     ],
@@ -112,6 +121,34 @@ def test_a_function_that_fails_is_named_with_row_and_answer(file: Path, name: st
 def test_a_function_that_does_not_return_is_ended(file: Path) -> None:
     with pytest.raises(RewardError, match=r"never has not returned within reward.timeout_seconds=0.5 for 3 answers"):
         ask(file, "never", seconds=0.5)
+
+
+def test_what_a_function_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Code that a model has written runs in a process of its own, and may never end."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "import pathlib, subprocess, time\n"
+        "def starts(completions, **kwargs):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    pathlib.Path(__file__).with_name('pid').write_text(str(child.pid))\n"
+        "    time.sleep(600)\n"
+    )
+    with pytest.raises(RewardError, match="has not returned"):
+        ask(file, "starts", seconds=3.0)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    with suppress(psutil.NoSuchProcess):
+        assert child.status() == psutil.STATUS_ZOMBIE or child.wait(60) is None
+
+
+def test_signals_of_a_job_end_no_function(file: Path) -> None:
+    """A batch system sends them to all processes; the run saves, and needs its answers' rewards for that."""
+    functions = RewardFunctions(RewardConfig([f"{file}:length"]), 10)
+    try:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            functions.workers[0].process.send_signal(number)
+        assert functions.reward(answers(), {"global_step": 4}).by_function[:, 0].tolist() == [1.5, 1.0, 2.5]
+    finally:
+        functions.close()
 
 
 def test_a_file_that_cannot_be_run_is_named(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from qlora_fsdp.data.row import (
     WRONG_KEYS,
     WRONG_TYPES,
     BadRow,
+    add_system_prompt,
     as_messages,
     check_row,
     refuse_turns_as_text,
@@ -240,6 +241,8 @@ def _as_chat(prompt: list[Any], row: dict[str, Any], data: DataConfig) -> tuple[
     """The messages of a prompt and its tools; data.system_prompt stands before messages without one."""
     given = {"messages": as_messages(prompt, {}), "tools": row.get("tools"), "system": row.get("system")}
     _, checked = check_row(given, DataFormat.messages, {})
+    if data.system_prompt:
+        checked = add_system_prompt(checked, data.system_prompt)
     messages = checked["messages"]
     if messages[-1]["role"] == "assistant":
         raise BadRow(WRONG_KEYS, "prompt ends with an answer, after which the model has nothing to say")

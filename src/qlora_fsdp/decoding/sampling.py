@@ -73,8 +73,9 @@ class Draws:
         bits ^= (bits >> 15) & 0x1FFFF
         bits *= _FACTORS[1]
         bits ^= (bits >> 16) & 0xFFFF
-        # The upper 24 bits, at the middle of their interval, are a number above 0 and below 1.
-        uniform = ((bits >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
+        # The upper 23 bits, at the middle of their interval, are a number above 0 and below 1. Of 24 bits the largest
+        # would be rounded to 1, and its logarithm is 0: a token that is left out would get 0 / 0, which argmax takes.
+        uniform = ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
         return uniform.log_().neg_()
 
 

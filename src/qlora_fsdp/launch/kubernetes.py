@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,11 @@ def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
             documents.append(_train_job(job, name))
     if jobs[0].config.launch.dry_run:
         print(as_yaml(documents), end="")
+        if settings.nodes > 1:  # no secret is printed
+            names_of_keys = ", ".join(f"{name}-key" for name in names)
+            told = f"Note: pods wait for Secrets that are yours to make: {names_of_keys}. For each: kubectl create "
+            told += f"secret generic NAME --from-literal={RUN_KEY}=$(openssl rand -hex 16)"
+            print(told, file=sys.stderr)
         return
     if shutil.which("kubectl") is None:
         raise LaunchError(

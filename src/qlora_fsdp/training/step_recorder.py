@@ -110,7 +110,7 @@ class StepRecorder:
             "mfu": None if self.peak_flops is None else round(done.num_flops / seconds / self.peak_flops, 4),
         }
         told = {**batch.figures, **measured.metrics}
-        figures |= {name: finite_or_none(value) for name, value in told.items()}
+        figures |= {name: finite_or_none(value) for name, value in told.items() if name not in figures}
         if measured.max_expert_load is not None:
             figures["max_expert_load"] = round(measured.max_expert_load, 4)
         return figures

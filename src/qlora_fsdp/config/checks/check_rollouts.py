@@ -9,7 +9,7 @@ from pathlib import Path
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, split_function
-from qlora_fsdp.config.schema import Config, DataFormat, GrpoConfig, Kernel, RewardConfig, TaskConfig
+from qlora_fsdp.config.schema import Config, DataFormat, GrpoConfig, Kernel, LossOn, RewardConfig, TaskConfig
 from qlora_fsdp.config.settings import problem_about, problem_with, show
 
 
@@ -24,6 +24,9 @@ def check_rewards(task: TaskConfig, reward: RewardConfig) -> Iterator[Problem]:
         yield from _check_function(reward, name)
     if len(set(reward.functions)) < len(reward.functions):
         yield problem_with(reward, "reward.functions", "names a function twice.", "Name each once; reward.weights=.")
+    elif len({split_function(name)[1] for name in reward.functions}) < len(reward.functions):
+        reason = "has two functions of one name, whose figures could not be told apart."
+        yield problem_with(reward, "reward.functions", reason, "Give one of them another name.")
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         has = f"has {plural(len(reward.weights), 'number')}, and reward.functions {len(reward.functions)}."
         yield problem_with(reward, "reward.weights", has, "Give each function one, or leave it out.")
@@ -82,6 +85,10 @@ def _check_data(config: Config, name: str) -> Iterator[Problem]:
     data = config.data
     if data.format is not DataFormat.auto:
         yield problem_with(data, "data.format", f"has no effect with {name}: rows have a prompt.", "Leave it out.")
+    if data.loss_on is not LossOn.completion:
+        yield problem_with(data, "data.loss_on", f"has no effect with {name}: answers are trained on.", "Leave it out.")
+    if not data.deduplicate:
+        yield problem_with(data, "data.deduplicate", f"has no effect with {name}: all prompts stay.", "Leave it out.")
     if data.mix:
         reason = f"can't be used with {name}."
         yield problem_with(data, "data.mix", reason, "Set data.path to one data set, or to a list of files.")

@@ -5,6 +5,7 @@ The result goes through the checks of a run. What they find is told, for example
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ examples:
   qlora-fsdp train --config run.yaml
 """
 WIDTH = 116  # of comments
+# Settings whose values are secrets, which the file that is written must not have.
+SECRET = re.compile(r"api_?key|password|secret|(^|_)(hub|hf|ms|om|auth|access)_(\w+_)?token$|^token$", re.IGNORECASE)
 
 
 @dataclass
@@ -142,7 +145,8 @@ def _write_out(theirs: TheirSettings, title: str) -> str:
     if theirs.left_out:
         lines.append("# Left out:")
         for name, value, reason in theirs.left_out:
-            lines.append(f"#   {shorten(printable(f'{name}: {_one_line(value)}'), WIDTH)}")
+            shown = "(a secret)" if SECRET.search(name) else _one_line(value)
+            lines.append(f"#   {shorten(printable(f'{name}: {shown}'), WIDTH)}")
             lines.append(f"#     {printable(reason)}")
     return "\n".join(lines) + "\n"
 

@@ -215,7 +215,8 @@ def _convert_adapter(theirs: TheirSettings) -> None:
 def _convert_task(theirs: TheirSettings) -> None:
     loss = theirs.take("rl")
     if loss is not None and loss not in LOSSES:
-        theirs.leave_out("rl", loss, "not trained here: supervised training is set")
+        reason = "not trained here" if loss != "grpo" else "not converted: docs/grpo.md has the settings of task=grpo"
+        theirs.leave_out("rl", loss, f"{reason}; supervised training is set")
     elif loss is not None:
         theirs.put("task.name", "preference")
         theirs.put("preference.loss", loss)

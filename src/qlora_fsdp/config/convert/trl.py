@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.convert.common_settings import (
     BY_ITSELF,
     MADE_HERE,
@@ -22,6 +23,7 @@ from qlora_fsdp.config.convert.common_settings import (
 )
 from qlora_fsdp.config.convert.their_settings import TheirSettings
 
+OF_ANSWERS = ("reward_funcs", "num_generations", "rloo_k", "use_vllm", "vllm_mode")  # of GRPO's and RLOO's files alone
 LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 # Trainer: learning rate, epochs and longest row that its config has where a file names none (TRL 1.x).
 DEFAULTS = {
@@ -116,7 +118,14 @@ def convert_trl(theirs: TheirSettings, trainer: str) -> None:
 
 
 def find_trainer(values: dict[str, Any]) -> str:
-    """Which of TRL's trainers a file is for, by the settings that only one has."""
+    """Which of TRL's trainers a file is for, by the settings that only one has.
+
+    Raises:
+        ConfigError: it is for GRPO or RLOO.
+    """
+    if found := [name for name in OF_ANSWERS if name in values]:
+        fix = "Type task=grpo with its settings, which have TRL's names (docs/grpo.md)."
+        raise ConfigError([Problem(found[0], "is of GRPO or RLOO, whose files are not converted.", fix)])
     if "desirable_weight" in values or "undesirable_weight" in values:
         return "kto"
     if "center_rewards_coefficient" in values:

@@ -68,7 +68,9 @@ class KubernetesConfig:
     # Seconds that an evicted pod gets to save.
     grace_seconds: int = setting(120, Run.start, ALWAYS, bounds=at_least(1))
     # How often a node may fail, and be started again. Evictions do not count.
-    retries: int = setting(3, Run.start, ALWAYS, bounds=at_least(0))
+    retries: int = setting(
+        3, Run.start, when("kubernetes.kind", KubernetesKind.job, fix="kubernetes.kind=job"), bounds=at_least(0)
+    )
     # Kubeflow's runtime, of train_job.
     runtime: str = setting(
         "torch-distributed", Run.start, when("kubernetes.kind", KubernetesKind.train_job), files=Files.none

@@ -157,7 +157,7 @@ class RewardedAnswers:
         assert self.functions is not None
         answers = []
         for number, written in enumerate(completions):
-            text = self.rollouts.text(written.tokens)
+            text = self.rollouts.answer(written)
             answers.append(AnsweredQuestion(questions[number // num_generations], written.tokens, text))
         started = time.perf_counter()
         at = 0 if step == HELD_OUT else step
@@ -189,23 +189,25 @@ class RewardedAnswers:
             "completions/max_length": float(lengths.max()),
             "completions/clipped_ratio": float(is_cut.mean()),
         }
-        return figures | rewarding.metrics
+        return rewarding.metrics | figures  # ours count where a function logs something by the same name
 
     def shown(self, answered: Answered) -> list[dict[str, Any]]:
         """The first answers of a step as they are recorded: prompt, completion, rewards."""
         rewarding = answered.rewarding
         found = []
+        own_names = ("step", "prompt", "completion", "reference", "rewards")
         totals = weighted_rewards(rewarding.by_function, self.settings.weights).tolist()
         asked = answered.asked
         for number, completion in enumerate(answered.completions[:NUM_SHOWN]):
             question = asked[number]
             own = dict(zip(self.names, rewarding.by_function[number].tolist(), strict=True))
             told = ", ".join(f"{name} {value:g}" for name, value in own.items())
-            more = {name: values[number] for name, values in self.extra.items() if number < len(values)}
+            logged = {name: values for name, values in self.extra.items() if name not in own_names}
+            more = {name: values[number] for name, values in logged.items() if number < len(values)}
             found.append(
                 {
                     "prompt": self.rollouts.text(question.tokens),
-                    "completion": self.rollouts.text(completion.tokens),
+                    "completion": self.rollouts.answer(completion),
                     "reference": str(question.columns.get("answer", question.columns.get("solution", ""))),
                     "rewards": f"{totals[number]:g} ({told})",
                     **more,

@@ -138,7 +138,13 @@ class Rollouts:
 
     def is_cut(self, completion: Completion) -> bool:
         """Whether an answer has no end within its room."""
-        return len(completion.tokens) >= self.settings.max_completion_length and completion.tokens[-1] not in self.ends
+        tokens = completion.tokens
+        has_end = tokens[-1] in self.ends or self.stops(tokens)
+        return len(tokens) >= self.settings.max_completion_length and not has_end
+
+    def answer(self, completion: Completion) -> str:
+        """The text of an answer, without what ends it."""
+        return self.stops.cut(self.text(completion.tokens))
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, without special ones."""

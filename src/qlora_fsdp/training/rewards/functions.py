@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -145,6 +147,7 @@ class _Worker:
             text=True,
             encoding="utf-8",
             env=environ,
+            start_new_session=True,  # a group of its own, which is ended with all that the function has started
         )
         self.replies: Queue[str] = Queue()
         self.requests: Queue[str | None] = Queue()
@@ -170,7 +173,7 @@ class _Worker:
         try:
             line = self.replies.get(timeout=seconds)
         except Empty:
-            self.process.kill()
+            self._kill()
             raise RewardError(f"reward.functions: {self.name} {late}.") from None
         if not line:
             code = self.process.wait()
@@ -183,8 +186,12 @@ class _Worker:
     def close(self) -> None:
         """End the process."""
         self.requests.put(None)
-        self.process.kill()
+        self._kill()
         self.process.wait()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -92,8 +92,9 @@ def reward(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     number = len(request["prompts"])
     try:
         returned = _call(function, request, range(number), logged)
-    except Exception:
-        row = None
+    except Exception as first:
+        error: Exception = first
+        row: int | None = None
         for one in range(number):
             if time.monotonic() - started > SEARCH_PART * request["seconds"]:
                 break
@@ -180,7 +181,10 @@ def main() -> None:
     """Serve one function until the pipe is closed."""
     name, parent = sys.argv[1], int(sys.argv[2])
     end_with(parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what a Ctrl-C ends
+    # They come to every process of a job, and the run decides what they end: it saves at the end of the step.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not ignored: what a function starts has to end by it
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
