@@ -130,7 +130,10 @@ class _Contained:
 
     def is_gone(self) -> bool:
         """Whether it has ended, as it does with the thread that it was forked off."""
-        return os.waitpid(self.pid, os.WNOHANG) != (0, 0)
+        try:
+            return os.waitpid(self.pid, os.WNOHANG) != (0, 0)
+        except ChildProcessError:  # whoever started this process has it ignore SIGCHLD: the system has reaped it
+            return True
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -153,8 +156,10 @@ class _Contained:
         pause = FIRST_LOOK
         while not self._pipe.poll(pause):
             pause = min(2 * pause, LAST_LOOK)
-            if self._seconds() > end or time.monotonic() > deadline:
+            if self._seconds() > end:
                 raise LimitError(describe_seconds(seconds))
+            if time.monotonic() > deadline:
+                raise LimitError(describe_seconds(WALL_RATIO * seconds))
             if self._num_bytes() > most_bytes:
                 raise LimitError(_describe_bytes(num_bytes))
         return True
@@ -164,7 +169,10 @@ class _Contained:
         global _started
         _started = None
         self._pipe.close()
-        _, status = os.waitpid(self.pid, 0)
+        try:
+            _, status = os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            return "ends the process that tries it, as for want of memory"
         number = -os.waitstatus_to_exitcode(status)
         if number == signal.SIGXCPU:
             return describe_seconds(seconds)
@@ -212,7 +220,7 @@ def _serve(pipe: Connection, parent: int) -> NoReturn:
     try:
         gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN)  # they come to all processes of a job; the parent kills this one
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         end_with(parent, signal.SIGKILL)
         _close_files(pipe.fileno())

@@ -118,9 +118,10 @@ def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: T
     is_words = task.name is TaskName.token_classification
     given, labels = ("tokens", WORD_LABEL_KEYS) if is_words else ("text", LABEL_KEYS)
     more = () if is_words else ("text_pair",)
-    wanted = {columns.get(key, key) for key in (given, *more, *labels)}
+    of_labels = {columns.get(key, key) for key in labels}
+    wanted = {columns.get(key, key) for key in (given, *more)} | of_labels
     found = [name for name in names if name in wanted]
-    return found if columns.get(given, given) in found and len(found) > 1 else list(names)
+    return found if columns.get(given, given) in found and of_labels & set(found) else list(names)
 
 
 def read_text(row: dict[str, Any]) -> str:

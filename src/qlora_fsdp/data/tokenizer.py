@@ -316,6 +316,7 @@ def _try_loading(place: str, revision: str | None, trust_remote_code: bool, is_o
     if mark is not None and mark.is_file() and mark.stat().st_uid in (os.geteuid(), 0):
         return
     call(_use_once, place, revision, trust_remote_code, is_offline)
+    mark = _mark_of_trial(place, revision)  # anew: loading may have fetched the files of which only names were known
     if mark is not None:
         with suppress(OSError):
             open_cache(None, TRIED_FOLDER)

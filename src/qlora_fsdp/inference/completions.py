@@ -62,11 +62,12 @@ def _are_texts(value: Any) -> bool:
 
 # What the values of a generation_config.json have to be, of those of which transformers does not say it clearly.
 _FITS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p", "guidance_scale", "max_time"), _is_number),
+    **dict.fromkeys(("temperature", "top_k", "top_p", "typical_p", "guidance_scale", "max_time"), _is_number),
     **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens"), _is_number),
     **dict.fromkeys(("no_repeat_ngram_size", "prompt_lookup_num_tokens"), _is_number),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), _is_count),
     **dict.fromkeys(("eos_token_id", "pad_token_id", "forced_eos_token_id", "suppress_tokens"), _are_ids),
+    "min_p": lambda value: _is_number(value) and 0 <= value <= 1,
     "stop_strings": _are_texts,
     "repetition_penalty": lambda value: _is_number(value) and value > 0,
 }

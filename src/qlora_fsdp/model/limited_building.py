@@ -78,8 +78,8 @@ class LimitedBuilding(TorchFunctionMode):
 def _make_empty(args: Any, kwargs: Any) -> Tensor:
     """A weight, of which the system has to give the addresses and no memory."""
     if _may_make_much(args, kwargs, MOST_WEIGHT_BYTES // 8):
-        (made,) = _made_on_meta(torch.empty, args, kwargs)
-        if made.untyped_storage().nbytes() > MOST_WEIGHT_BYTES:
+        made = next(_made_on_meta(torch.empty, args, kwargs), None)  # None: the call below tells what is wrong
+        if made is not None and made.untyped_storage().nbytes() > MOST_WEIGHT_BYTES:
             raise TooLarge(f"it asks for a weight of {list(made.shape)}, more than any model has")
     return torch.empty(*args, **kwargs)
 

@@ -364,10 +364,13 @@ def _listen(address: str, port: int, is_one_node: bool) -> socket.socket | None:
     """A socket that listens at one address alone; None: the ranks of other hosts could not reach it there.
 
     A host may know its own name as an address of loopback, and others reach it by one of a gateway, which it has not.
+    Where a name has several addresses, such as one of IPv6 too, others may have a way to one of them alone.
     """
-    for family, _, _, _, found in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
-        if not is_one_node and ip_address(str(found[0]).partition("%")[0]).is_loopback:
-            return None
+    known = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    hosts = {str(found[0]).partition("%")[0] for *_, found in known}
+    if not is_one_node and (len(hosts) > 1 or any(ip_address(host).is_loopback for host in hosts)):
+        return None
+    for family, _, _, _, found in known:
         with suppress(OSError):
             return socket.create_server((str(found[0]), port), family=family)
     return None
