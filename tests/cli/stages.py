@@ -22,7 +22,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "settings": (run, "check_world"),
     "data": (run, "prepare"),
     "workers that tokenize": (RowTokenizer, "whole"),
-    "load": (materialize, "fill"),
+    "load": (materialize, "fill_shards"),
     "forward": (CausalLM, "forward"),
     "checkpoint": (checkpoint_thread, "write_checkpoint"),
     "export": (train_adapter, "save_adapter"),

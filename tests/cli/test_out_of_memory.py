@@ -83,7 +83,7 @@ def fail_in(phase: str, error: RuntimeError, run_folder: Path) -> None:
 
     CausalLM.forward, train_adapter.make_optimizer = counted_forward, counted_optimizer
     if phase == "load":
-        materialize.fill = lambda *arguments, **named: count("load", 1)
+        materialize.fill_shards = lambda *arguments, **named: count("load", 1)
     if phase == "prepare":
         settle.choose_attention = lambda *arguments, **named: count("prepare", 1)
 

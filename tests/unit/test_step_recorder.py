@@ -45,7 +45,7 @@ def run_step(recorder: StepRecorder, step: int, seconds: float, host_seconds: fl
     recorder.queued_step()
     Clock.now += host_seconds
     recorder.write()
-    batch = SimpleNamespace(step=step, epoch=0.5, num_tokens=800, num_targets=700)
+    batch = SimpleNamespace(step=step, epoch=0.5, num_tokens=800, num_targets=700, figures={})
     recorder.end_step(batch, StepFigures(2.0, 1.0), True, 1e-4, 0.0)  # type: ignore[arg-type]
 
 

@@ -92,6 +92,8 @@ def _may_make_much(args: Any, kwargs: Any, least: int = LOOKED_AT) -> bool:
             if leaf.is_meta:
                 return False  # and so is what is made of it
             bound *= max(1, leaf.numel())
+        elif isinstance(leaf, torch.device) and leaf.type == "meta":
+            return False  # it goes there, as each parameter does that accelerate has made empty
         elif isinstance(leaf, (int, float)) and math.isfinite(leaf):
             bound *= max(1.0, abs(leaf))
     return bound >= least

@@ -99,7 +99,7 @@ def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Itera
         for name, value in names.items():
             key = f"{section}.{name}"
             known = all_settings().get(key)
-            if known is not None and known.files is Files.none and value not in (None, False, []):
+            if known is not None and known.files is Files.none and value not in (None, False, [], {}, known.default):
                 yield _only_typed(file, key, value)
             else:
                 yield from unplain_problems(file, key, value, allows_other_settings=True)

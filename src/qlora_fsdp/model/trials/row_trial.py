@@ -229,19 +229,24 @@ class RowTrial:
                 raise ValueError(f"of {len(row)} tokens it gives logits for {len(logits)}")
 
     def _check_size(self) -> None:
-        with on_meta():
-            model = self._make("eager")
+        model = self._make("eager", is_empty=True)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if num_parameters > MAX_PARAMETERS:
             raise ValueError(f"it has {num_parameters:,} parameters, so its config has sizes under unknown names")
 
-    def _make(self, attention: str, config: PretrainedConfig | None = None, auto_class: Any = None) -> PreTrainedModel:
-        """A small model. That of a multimodal class has no towers, and its parameters are on meta."""
+    def _make(
+        self,
+        attention: str,
+        config: PretrainedConfig | None = None,
+        auto_class: Any = None,
+        is_empty: bool = False,
+    ) -> PreTrainedModel:
+        """A small model. That of a multimodal class has no towers; its parameters are on meta, as with `is_empty`."""
         config = deepcopy(config or self.small)
         auto_class = auto_class or language_model_class(config)
         has_towers = any(isinstance(part, PretrainedConfig) for part in vars(config).values())
         offline = nullcontext() if self.trust_remote_code else without_hub()
-        with on_meta() if has_towers else LimitedBuilding(on_meta=False), offline:
+        with on_meta() if has_towers or is_empty else LimitedBuilding(on_meta=False), offline:
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 attn_implementation=attention,
