@@ -110,7 +110,7 @@ class _Contained:
 
     def ask(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, num_bytes: int) -> Any:
         try:
-            self._pipe.send((function, args, seconds, num_bytes))
+            self._pipe.send((function, args, seconds, num_bytes, os.getcwd()))
             was_long = self._wait(seconds, num_bytes)
             kind, *told = json.loads(self._pipe.recv_bytes())
         except RecursionError as error:  # of values that are nested too deeply to be sent; nothing was
@@ -229,7 +229,8 @@ def _serve(pipe: Connection, parent: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limited_to = 0
         while True:
-            function, args, seconds, num_bytes = pipe.recv()
+            function, args, seconds, num_bytes, folder = pipe.recv()
+            os.chdir(folder)  # the parent may have gone elsewhere since, and paths may be relative
             if num_bytes != limited_to:
                 _limit_memory(num_bytes)
                 limited_to = num_bytes

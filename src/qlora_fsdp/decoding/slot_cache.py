@@ -105,11 +105,11 @@ class SlotLayer(CacheLayerMixin):
     def copy(self, source: int, targets: Tensor, num_tokens: int) -> None:
         """Give other slots the first tokens of a slot, and the states that these have left."""
         for state in self.states.values():
-            state[targets] = state[source]
+            state[targets] = state[source].clone()  # torch refuses to write to the memory that it reads
         if self.keys is None or self.values is None:
             return
         for kept in (self.keys, self.values):
-            kept[targets, :, :num_tokens] = kept[source, :, :num_tokens]
+            kept[targets, :, :num_tokens] = kept[source, :, :num_tokens].clone()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the shape of a token."""
