@@ -110,7 +110,7 @@ class _Contained:
 
     def ask(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, num_bytes: int) -> Any:
         try:
-            self._pipe.send((function, args, seconds, num_bytes, os.getcwd()))
+            self._pipe.send((function, args, seconds, num_bytes, str(Path.cwd())))
             was_long = self._wait(seconds, num_bytes)
             kind, *told = json.loads(self._pipe.recv_bytes())
         except RecursionError as error:  # of values that are nested too deeply to be sent; nothing was

@@ -234,7 +234,7 @@ def _replay(conversation: Conversation, text: str, trace: Trace | None, number: 
             return None
         message = conversation.messages[number]
         early_end = _find_early_stop(text, (start, words_end), stops, message)
-        if early_end is not None:
+        if early_end is not None and not _says_behind(message, text[start:early_end], text[early_end:words_end]):
             before, behind = text[start:early_end], text[early_end:words_end]
             if any(leaf in behind and leaf not in before for leaf in _called_in(message)):
                 reason = f"it writes a token at which the model stops before a call of message {number + 1}"
@@ -267,7 +267,8 @@ def _find_start(conversation: Conversation, text: str, number: int, part: Span) 
     with suppress(BadRow):  # a template may refuse a conversation that ends here
         prompt = conversation.render(messages, prompt=True)
         shared = _whole_markers(prompt, num_common(prompt, text[: part[1]]))
-        if number and shared > part[0]:
+        is_whole_prompt = shared == len(prompt)  # which may end where the message's own words begin
+        if number and (shared > part[0] or (shared == part[0] and is_whole_prompt)):
             return shared
         before = conversation.render(messages)
     # What stands before is written otherwise once more follows.
@@ -358,6 +359,13 @@ def _find_early_stop(text: str, turn: Span, stops: tuple[str, ...], message: Mes
     said = json.dumps(message, ensure_ascii=False, default=str)
     places = [text.find(stop, *turn) + len(stop) for stop in stops if stop not in said and stop in text[slice(*turn)]]
     return min(places, default=None)
+
+
+def _says_behind(message: Message, before: str, behind: str) -> bool:
+    """Whether a message without calls says its words behind what looks like a stop, such as an end of thoughts."""
+    if message.get("tool_calls"):
+        return False
+    return any(words and words in behind and words not in before for words in _said_in(message))
 
 
 def _find_stop(text: str, words_end: int, end: int, stops: tuple[str, ...]) -> tuple[str, int]:
