@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Those that are built in, and what each gives (training/rewards/built_in.py).
-BUILT_IN: Mapping[str, str] = {
-    "exact_match": "1 where the answer is the row's `answer`, but for outer space",
-    "ends_with_answer": "1 where the last line of the answer has the row's `answer` as its last word",
-    "regex_match": "1 where the row's `pattern` is found in the answer",
-    "think_format": "1 where the answer is <think>, thoughts, </think> and then words",
-    "soft_overlong": "0, below it in the last fifth of max_completion_length, and -1 where that is used up",
-    "matches_schema": "1 where the answer is JSON that the row's `schema` allows",
-    "math_equal": "1 where the answer's last result equals the row's `answer`, by math-verify",
-}
-
+# Those that are built in. Their docstrings in training/rewards/built_in.py say what each gives.
+BUILT_IN = (
+    "exact_match",
+    "ends_with_answer",
+    "regex_match",
+    "think_format",
+    "soft_overlong",
+    "matches_schema",
+    "math_equal",
+)
 
 # Packages that these need, by the name that they are imported by, and how they are installed.
 PACKAGES: Mapping[str, tuple[str, str]] = {

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem, refuse
+from qlora_fsdp.common.errors import LaunchError, Problem, refuse
 from qlora_fsdp.common.run_key import RUN_KEY, make_key
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.schema import KubernetesConfig, KubernetesKind
@@ -25,6 +25,7 @@ from qlora_fsdp.launch.node_script import (
     job_names,
     node_script,
     refuse_launch_settings,
+    sweep_that_waits,
 )
 from qlora_fsdp.launch.sweep import Job, Sweep
 
@@ -78,18 +79,13 @@ def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
 def _check(jobs: Sequence[Job], sweep: Sweep) -> None:
     """Refuses what makes no sense before anything is submitted."""
     settings = jobs[0].config.kubernetes
-    if any((job.config.kubernetes, job.config.launch) != (settings, jobs[0].config.launch) for job in jobs):
-        reason = "differ between the jobs of a sweep."
-        raise ConfigError([Problem("kubernetes.* and launch.*", reason, "Start a sweep for each value.")])
-    refuse_launch_settings(jobs[0].config.launch, "kubernetes", "kubernetes.gpus_per_node")
+    refuse_launch_settings(jobs, "kubernetes", "kubernetes.gpus_per_node")
     mounts = [] if settings.claim is None else [settings.mount_path]
     problems = list(folders_not_kept(jobs, mounts, NO_CLAIM))
     if settings.image is None:
         fix = "Set kubernetes.image to one that has qlora-fsdp (docs/clusters.md has a Dockerfile)."
         problems.append(Problem("kubernetes.image", "is missing.", fix))
-    if sweep.waits:
-        reason = "waits for results, which are on the cluster's volume."
-        problems.append(Problem("hydra/sweeper", reason, "Sweep over lists of values, or on this host."))
+    problems += sweep_that_waits(sweep, "the cluster's volume")
     refuse(problems)
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import yaml
 
-from qlora_fsdp.common.errors import Problem, refuse
-from qlora_fsdp.config.schema import LaunchConfig
+from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.config.settings import problem_about
-from qlora_fsdp.launch.sweep import Job
+from qlora_fsdp.launch.sweep import Job, Sweep
 
 MEETING_PORT = 29500
 
@@ -76,12 +75,22 @@ def job_names(jobs: Sequence[Job]) -> list[str]:
     return names
 
 
-def refuse_launch_settings(launch: LaunchConfig, launcher: str, gpus: str) -> None:
-    """Refuses settings of `launch` that have no effect in a cluster.
+def refuse_launch_settings(jobs: Sequence[Job], launcher: str, gpus: str) -> None:
+    """Refuses jobs whose settings of the launcher differ, and settings of `launch` that have no effect in a cluster.
+
+    Args:
+        jobs: those of a sweep, or one.
+        launcher: the name of its section, such as `kubernetes`.
+        gpus: the setting that says how many GPUs a node has.
 
     Raises:
         ConfigError: naming all of them.
     """
+    launch = jobs[0].config.launch
+    settings = getattr(jobs[0].config, launcher)
+    if any((getattr(job.config, launcher), job.config.launch) != (settings, launch) for job in jobs):
+        reason = "differ between the jobs of a sweep."
+        raise ConfigError([Problem(f"{launcher}.* and launch.*", reason, "Start a sweep for each value.")])
     problems = []
     for name in ("num_processes", "config_file"):
         value = getattr(launch, name)
@@ -123,3 +132,10 @@ def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent)
+
+
+def sweep_that_waits(sweep: Sweep, place: str) -> Iterator[Problem]:
+    """Yields the problem of a sweep whose next jobs depend on results, which are on a cluster's `place`."""
+    if sweep.waits:
+        reason = f"waits for results, which are on {place}."
+        yield Problem("hydra/sweeper", reason, "Sweep over lists of values, or on this host.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem, refuse
+from qlora_fsdp.common.errors import LaunchError, Problem, refuse
 from qlora_fsdp.common.run_key import RUN_KEY, make_key
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.schema import SkypilotConfig
@@ -26,6 +26,7 @@ from qlora_fsdp.launch.node_script import (
     job_names,
     node_script,
     refuse_launch_settings,
+    sweep_that_waits,
 )
 from qlora_fsdp.launch.sweep import Job, Sweep
 
@@ -83,16 +84,11 @@ def submit_to_skypilot(jobs: list[Job], sweep: Sweep) -> None:
 def _check(jobs: Sequence[Job], sweep: Sweep) -> None:
     """Refuses what makes no sense before anything is submitted."""
     settings = jobs[0].config.skypilot
-    if any((job.config.skypilot, job.config.launch) != (settings, jobs[0].config.launch) for job in jobs):
-        reason = "differ between the jobs of a sweep."
-        raise ConfigError([Problem("skypilot.* and launch.*", reason, "Start a sweep for each value.")])
-    refuse_launch_settings(jobs[0].config.launch, "skypilot", "skypilot.accelerators")
+    refuse_launch_settings(jobs, "skypilot", "skypilot.accelerators")
     problems = list(folders_not_kept(jobs, list(settings.file_mounts), NO_MOUNT))
     if settings.accelerators is None:
         problems.append(Problem("skypilot.accelerators", "is missing.", "Set skypilot.accelerators=H100:8."))
-    if sweep.waits:
-        reason = "waits for results, which are on the bucket."
-        problems.append(Problem("hydra/sweeper", reason, "Sweep over lists of values, or on this host."))
+    problems += sweep_that_waits(sweep, "the bucket")
     refuse(problems)
 
 

@@ -139,8 +139,9 @@ class Rollouts:
     def is_cut(self, completion: Completion) -> bool:
         """Whether an answer has no end within its room."""
         tokens = completion.tokens
-        has_end = tokens[-1] in self.ends or self.stops(tokens)
-        return len(tokens) >= self.settings.max_completion_length and not has_end
+        if len(tokens) < self.settings.max_completion_length:
+            return False
+        return tokens[-1] not in self.ends and not self.stops(tokens)
 
     def answer(self, completion: Completion) -> str:
         """The text of an answer, without what ends it."""
