@@ -7,7 +7,7 @@ Runs that need fewer GPUs than there are go side by side, and the same processes
 most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
 JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
 fastest policies by hand that fit; `short`, steps of few tokens; `presets`, what one GPU trains of every model in
-conf/model; `recent`, shapes of 2026 on one GPU of 80 GB (the defaults of their classes in transformers); `scale`, from
+conf/model; `recent`, shapes of 2026 on one GPU of 80 GB; `scale`, from
 one GPU to eight, where every GPU takes part in each size (a host's GPUs differ by a few per cent). `memory.target_gib`
 holds torch's allocator to the target, less what CUDA and NCCL take.
 """
@@ -93,6 +93,28 @@ QWEN3_5_9B = (
     "num_attention_heads: 16, num_key_value_heads: 4, head_dim: 256, linear_num_key_heads: 16, "
     "linear_num_value_heads: 32, linear_key_head_dim: 128, linear_value_head_dim: 128, max_position_embeddings: 262144"
 )
+QWEN3_5_27B = (
+    "model_type: qwen3_5_text, vocab_size: 248320, hidden_size: 5120, intermediate_size: 17408, num_hidden_layers: 64, "
+    "num_attention_heads: 24, num_key_value_heads: 4, head_dim: 256, linear_num_key_heads: 16, "
+    "linear_num_value_heads: 48, linear_key_head_dim: 128, linear_value_head_dim: 128, max_position_embeddings: 262144"
+)
+# Sizes of Gemma 4: transformers' src/transformers/models/gemma4/convert_gemma4_weights.py.
+GEMMA4_E4B = (
+    "model_type: gemma4_text, hidden_size: 2560, hidden_size_per_layer_input: 256, intermediate_size: 10240, "
+    "num_hidden_layers: 42, num_attention_heads: 8, num_key_value_heads: 2, global_head_dim: 512, "
+    "num_kv_shared_layers: 18, final_logit_softcapping: 30.0"
+)
+GEMMA4_31B = (
+    "model_type: gemma4_text, hidden_size: 5376, hidden_size_per_layer_input: 0, intermediate_size: 21504, "
+    "num_hidden_layers: 60, num_attention_heads: 32, num_key_value_heads: 16, num_global_key_value_heads: 4, "
+    "attention_k_eq_v: true, sliding_window: 1024, final_logit_softcapping: 30.0, max_position_embeddings: 262144"
+)
+GEMMA4_26B_A4B = (
+    "model_type: gemma4_text, hidden_size: 2816, hidden_size_per_layer_input: 0, intermediate_size: 2112, "
+    "num_hidden_layers: 30, num_attention_heads: 16, num_key_value_heads: 8, num_global_key_value_heads: 2, "
+    "attention_k_eq_v: true, enable_moe_block: true, num_experts: 128, moe_intermediate_size: 704, top_k_experts: 8, "
+    "sliding_window: 1024, final_logit_softcapping: 30.0, max_position_embeddings: 262144"
+)
 SETS = {
     "calibrate": [  # sizes, ranks, lengths, policies, offload
         Case("llama3-8b", 1, 1024, 8, "none"),
@@ -145,8 +167,11 @@ SETS = {
         shape_case("Qwen3.5-9B", 4096, 4, QWEN3_5_9B),
         Case("qwen3-8b", 1, 4096, 4, "auto", ("lora.r=16", *NO_SHARD), None, 10),
         shape_case("Qwen3.5-9B", 1024, 1, QWEN3_5_9B),
-        shape_case("Gemma 4 E2B", 4096, 4, "model_type: gemma4_text"),
+        shape_case("Gemma 4 E4B", 4096, 4, GEMMA4_E4B),
         shape_case("Qwen3.5-35B-A3B", 4096, 4, "model_type: qwen3_5_moe_text"),
+        shape_case("Gemma 4 26B-A4B", 4096, 4, GEMMA4_26B_A4B),
+        shape_case("Qwen3.6-27B", 4096, 4, QWEN3_5_27B),
+        shape_case("Gemma 4 31B", 4096, 4, GEMMA4_31B),
         shape_case("GLM-4.7-Flash", 4096, 4, "model_type: glm4_moe_lite"),
         shape_case("Qwen3-VL 12B, text", 4096, 4, "model_type: qwen3_vl"),
         shape_case("Bamba 9B", 4096, 1, "model_type: bamba"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -507,3 +508,24 @@ def test_the_loss_of_a_packed_row_is_that_of_the_row_alone(family: str):
         alone = model.base(input_ids=torch.tensor([second])).logits[0, :-1]
     expected = F.cross_entropy(alone.double(), torch.tensor(second[1:]), reduction="sum")
     assert packed == pytest.approx(expected.item(), abs=1e-4)
+
+
+GEMMA4_MOE = {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+
+
+def test_the_small_gemma_4_with_experts_computes() -> None:
+    """Gemma 4 26B-A4B calls the experts of a token `top_k_experts`; where it stayed at 8 of 4 experts, rows padded."""
+    small = miniature(AutoConfig.for_model("gemma4_text", **GEMMA4_MOE, moe_intermediate_size=704), LONG)
+    assert small.top_k_experts <= small.num_experts
+    model = AutoModelForCausalLM.from_config(small)
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_every_name_of_a_tokens_experts_is_made_small() -> None:
+    """transformers' configs have several names for it, and a release can bring another one."""
+    wanted = re.compile(r"(expert|moe).*(top_?k|per_tok)|(top_?k).*(expert|moe)|^moe_k$")
+    names: set[str] = set()
+    for config_class in CONFIG_MAPPING.values():
+        names |= {name for name in getattr(config_class, "__annotations__", {}) if wanted.search(name)}
+    assert {"num_experts_per_tok", "top_k_experts", "moe_topk"} <= names
+    assert {name for name in names if small_configs._SIZES.get(name, 8) > 4} == set()

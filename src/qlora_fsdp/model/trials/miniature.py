@@ -49,9 +49,8 @@ _SIZES = {
         HIDDEN,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "n_group", "num_expert_group"), 2
-    ),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_k", "moe_topk", "moe_top_k", "n_group", "num_expert_group"), 2),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), 2),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), HEAD_DIM),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "linear_num_key_heads"), 2),
