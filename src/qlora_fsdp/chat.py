@@ -304,7 +304,7 @@ def _streamer(trained: AssembledModel, stops: StopStrings) -> TextStreamer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, ChatSettings, USAGE, chat, optional=["data.path"])
+    return run_command(argv, ChatSettings, USAGE, chat, optional=["data.path", "reward.functions"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`qlora-fsdp evaluate`: a model's loss and perplexity, or its scores on lm-eval's tasks."""
+"""`qlora-fsdp evaluate`: a model's loss and perplexity, what its answers are rewarded with, or lm-eval's scores."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
-Loss and perplexity of a model on data of yours, or its scores on lm-eval's tasks, with an adapter or without. Several
-processes share model and data.
+Loss and perplexity of a model on data of yours, or its scores on lm-eval's tasks, with an adapter or without. Of
+task=grpo: what answers to prompts are rewarded with, and how many pass. Several processes share model and data.
 
 usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
        qlora-fsdp evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
@@ -38,6 +38,9 @@ usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
   data.path=FILE  rows as for training, all of them; data.* and training.max_length=2048 as there, to be typed again
   out=FILE.json   write the figures there too
   other_base=true use the adapter on a base with other weights than those that it was trained on (default: false)
+
+Rewards of answers that the model writes, with an adapter of task=grpo, or with task=grpo typed:
+  reward.functions=[...]   as for training, to be typed again; rollout.* too, such as rollout.num_generations_eval=8
 
 Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as there:
   tasks=NAMES     tasks, groups, tags, or YAML files of your own, with commas between
@@ -50,6 +53,7 @@ Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as ther
 examples:
   qlora-fsdp evaluate adapter=outputs/run/adapter data.path=held_out.jsonl
   qlora-fsdp evaluate model=llama3-70b data.path=held_out.jsonl training.max_length=4096 launch.num_processes=4
+  qlora-fsdp evaluate adapter=outputs/run/adapter data.path=questions.jsonl 'reward.functions=[rewards.py:correct]'
   qlora-fsdp evaluate adapter=outputs/run/adapter tasks=arc_easy,hellaswag limit=200 launch.num_processes=2
 """
 
@@ -71,7 +75,12 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
     """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main:
         refuse([*check_out(settings.out), *_without_tasks(settings), *_with_held_out(config.data)])
-    by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
+    if settings.tasks is not None:
+        by = evaluate_on_tasks
+    elif config.task.writes_answers:
+        by = evaluate_on_prompts
+    else:
+        by = evaluate_on_data
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
         return
@@ -149,6 +158,38 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     return figures | {"seconds": round(time.perf_counter() - started, 2)}
 
 
+def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
+    """What the model's answers to the user's prompts are rewarded with, and how many of them pass.
+
+    Raises:
+        ConfigError: this model can't write answers here.
+        RewardError: a function can't be used, or has failed.
+    """
+    with quick_imports():
+        from qlora_fsdp.data.questions import prepare_questions
+        from qlora_fsdp.inference.trained import load_trained
+        from qlora_fsdp.training.answers.answer_queue import RewardedAnswers
+        from qlora_fsdp.training.answers.evaluate import evaluate_answers
+        from qlora_fsdp.training.answers.rollouts import Rollouts
+
+    trained = load_trained(config, settings, processes, generates=True)
+    for note in trained.notes:
+        log.info(f"Note: {note}")
+    data = prepare_questions(DataSpec.of(config), trained.tokenizer, processes, trained.model.vocab_size)
+    for line in str(replace(data.report, purpose="evaluation")).splitlines():
+        log.info(f"Data: {line}")
+    started = time.perf_counter()
+    trusted = config.model.trust_remote_code
+    rollouts = Rollouts(trained.model, config.rollout, trained.tokenizer, config.training.seed, processes, trusted)
+    rewarded = RewardedAnswers(rollouts, config.reward, 0, processes)
+    try:
+        found = evaluate_answers(rewarded, data.train)
+    finally:
+        rewarded.close()
+    seconds = round(time.perf_counter() - started, 2)
+    return {"data": config.data.path, **found, "num_prompts": len(data.train), "seconds": seconds}
+
+
 def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
     """The metrics of lm-eval's tasks.
 
@@ -204,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     has_own = any(text.startswith("tasks=") for text in arguments)  # lm-eval's tasks bring their data
-    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, optional=["data.path"] if has_own else [])
+    optional = ["data.path", "reward.functions"] if has_own else []
+    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, optional)
 
 
 if __name__ == "__main__":

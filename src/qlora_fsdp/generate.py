@@ -300,7 +300,7 @@ def check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, GenerateSettings, USAGE, generate_completions, optional=["data.path"])
+    return run_command(argv, GenerateSettings, USAGE, generate_completions, optional=["data.path", "reward.functions"])
 
 
 if __name__ == "__main__":

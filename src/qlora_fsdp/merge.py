@@ -289,7 +289,7 @@ def _are_pairs(rows: str, data: DataSpec) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, MergeSettings, USAGE, merge, optional=["data.path"])
+    return run_command(argv, MergeSettings, USAGE, merge, optional=["data.path", "reward.functions"])
 
 
 if __name__ == "__main__":

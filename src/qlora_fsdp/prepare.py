@@ -94,7 +94,9 @@ def _name_data(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = _name_data(sys.argv[1:] if argv is None else argv)
-    exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, takes_adapter=False, on_cpu=True)
+    exit_code = run_command(
+        arguments, PrepareSettings, USAGE, prepare, ["reward.functions"], takes_adapter=False, on_cpu=True
+    )
     if exit_code == 0:
         tell_next(arguments)
     return exit_code

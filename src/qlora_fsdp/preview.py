@@ -237,7 +237,7 @@ def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, takes_adapter=False)
+    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, ["reward.functions"], takes_adapter=False)
     if exit_code == 0:
         own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
         tell_next([text for text in arguments if not text.startswith(own)])

@@ -212,7 +212,7 @@ class DataReport:
     def __str__(self) -> str:
         if self.are_prompts:
             sources = [str(source) for source in self.sources]
-            lines = [*sources, f"training: {plural(self.num_rows, 'prompt')}, {self.num_tokens:,} tokens"]
+            lines = [*sources, f"{self.purpose}: {plural(self.num_rows, 'prompt')}, {self.num_tokens:,} tokens"]
             if self.num_eval_sequences:
                 lines.append(f"evaluation: {plural(self.num_eval_sequences, 'prompt')}")
             return "\n".join(lines)

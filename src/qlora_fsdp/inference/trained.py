@@ -17,7 +17,7 @@ from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_base
 from qlora_fsdp.config.schema import Config, PreferenceLoss, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.batch import Batch, Rewarded
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
@@ -165,6 +165,7 @@ def _run_from_the_root(model: TaskModel, task: TaskConfig, device: torch.device)
     inside.
     """
     ones = torch.ones((1, 8), dtype=torch.int64)
+    zeros = torch.zeros((1, 8))
     batch = Batch(
         input_ids=ones,
         targets=ones,
@@ -175,6 +176,7 @@ def _run_from_the_root(model: TaskModel, task: TaskConfig, device: torch.device)
         label_positions=torch.zeros(0, dtype=torch.int64),
         num_tokens=torch.tensor([8]),
         is_good=torch.zeros(0, dtype=torch.bool),
+        rewarded=Rewarded(advantages=torch.zeros(1), weights=zeros, sampled=zeros, old=zeros, reference=zeros),
     )
     model(batch.to(device))
     model.forget_outputs()

@@ -373,7 +373,7 @@ def _by_text(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, PredictSettings, USAGE, predict_rows)
+    return run_command(argv, PredictSettings, USAGE, predict_rows, optional=["reward.functions"])
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def load(
     if adapter is not None:
         typed.append(f"adapter={os.fspath(adapter)}")
     typed.append(f"other_base={_as_typed(other_base)}")
-    needs = Needs(optional=("data.path",))
+    needs = Needs(optional=("data.path", "reward.functions"))
     own, config = load_command(typed, BaseAndAdapterSettings, "", needs=needs)
     refuse(check_settings(config, needs))
     processes = _alone()

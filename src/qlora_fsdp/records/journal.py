@@ -350,7 +350,8 @@ class MlflowTracker:
                 mlflow.log_params(dict(settings[start : start + MAX_PARAMS]))
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        self.mlflow.log_metrics(figures, step=step)
+        named = {name.replace("@", "_at_"): value for name, value in figures.items()}  # pass@1: it takes no such sign
+        self.mlflow.log_metrics(named, step=step)
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
         """They are in the run folder."""

@@ -38,7 +38,7 @@ class Needs:
 
     Attributes:
         plans_only: whether it makes a plan and nothing else, so that it uses what is planned with.
-        optional: settings that training needs and the command can do without: they may be null.
+        optional: settings that training needs and the command can do without: they may be null or an empty list.
         tokenizer_only: whether it uses no more of the model than a tokenizer. Where that is named, no model need be.
     """
 
@@ -51,7 +51,7 @@ class Needs:
         can_do_without = problem.setting in self.optional
         if problem.setting == "model.path" and self.tokenizer_only and config.model.tokenizer_path is not None:
             can_do_without = True
-        if can_do_without and value_of(config, problem.setting) is None:
+        if can_do_without and value_of(config, problem.setting) in (None, []):
             return False
         known = all_settings().get(problem.setting)
         return known is None or known.facets.is_planned or not self.plans_only

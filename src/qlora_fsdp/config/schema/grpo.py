@@ -19,6 +19,8 @@ class RolloutConfig:
     num_generations: int = setting(
         8, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(2), other_names=("group_size",)
     )
+    # Answers to each held-out prompt, of which pass@1 and pass@k are estimated. null: num_generations.
+    num_generations_eval: int | None = setting(None, Run.same, _OF_GRPO, bounds=at_least(1))
     # Most tokens of an answer. A prompt has room for training.max_length less these, and is left out if it is longer.
     max_completion_length: int = setting(256, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(1))
     # What logits are divided by before a token is drawn, in training too.
@@ -33,6 +35,11 @@ class RolloutConfig:
     # Texts that a rank writes at the same time, at most. null: as many as are fast and fit.
     max_slots: int | None = setting(None, Run.same, _OF_GRPO, bounds=at_least(1))
 
+    @property
+    def used_num_generations_eval(self) -> int:
+        """`num_generations_eval`, or what it is if it is null."""
+        return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
+
 
 @dataclass
 class RewardConfig:
@@ -41,6 +48,8 @@ class RewardConfig:
     functions: list[str] = setting([], Run.other, _OF_GRPO, files=Files.none)
     # What each function's rewards are multiplied by before they are added. null: 1 each.
     weights: list[float] | None = setting(None, Run.other, _OF_GRPO, files=Files.users)
+    # An answer to a held-out prompt passes where the first of the functions gives at least this much (pass@k).
+    pass_threshold: float = setting(1.0, Run.same, _OF_GRPO, bounds=above(0))
     # Seconds that a function has for the answers of a step.
     timeout_seconds: float = setting(60.0, Run.same, _OF_GRPO, bounds=above(0))
 

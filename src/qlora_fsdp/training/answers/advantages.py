@@ -63,6 +63,29 @@ def groups_without_spread(rewards: Numbers, num_generations: int) -> float:
     return float(np.mean([np.isclose(spread_of(group), 0.0, atol=1e-8) for group in groups]))
 
 
+def pass_rates(rewards: Numbers, num_generations: int, threshold: float) -> dict[str, float]:
+    """`pass@1` and `pass@k` with k = `num_generations`: the part of the prompts that k answers solve.
+
+    The estimate without bias of k answers out of n (arXiv:2107.03374, equation 1): for k = 1 it is the part of the
+    answers that pass, for k = n the part of the prompts to which some answer does.
+
+    Args:
+        rewards: of the function that decides, [num_answers], those to one prompt side by side. Prompts with NaN, about
+            which the function has nothing to say, are left out.
+        num_generations: answers to each prompt.
+        threshold: the least reward with which an answer passes.
+    """
+    groups = rewards.reshape(-1, num_generations)
+    groups = groups[~np.isnan(groups).any(1)]
+    if not len(groups):
+        return {}
+    passes = groups >= threshold
+    rates = {"pass@1": float(passes.mean())}
+    if num_generations > 1:
+        rates[f"pass@{num_generations}"] = float(passes.any(1).mean())
+    return rates
+
+
 def mean_of(values: Numbers) -> float:
     """The mean of what is not NaN; NaN if there is nothing."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")

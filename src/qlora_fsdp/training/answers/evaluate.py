@@ -1,4 +1,4 @@
-"""Evaluations of a model that learns from rewards: what its answers to held-out prompts are worth."""
+"""Evaluations by rewards: what a model's answers to held-out prompts are worth, and how many of them pass."""
 
 from __future__ import annotations
 
@@ -11,15 +11,38 @@ from qlora_fsdp.data.questions import question_of
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.training.answers.advantages import pass_rates
 from qlora_fsdp.training.answers.answer_queue import RewardedAnswers
 from qlora_fsdp.training.answers.rollouts import HELD_OUT
 from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.evaluate import EvaluationResult
 
 
+def evaluate_answers(rewarded: RewardedAnswers, prompts: Sequences) -> dict[str, float]:
+    """Has `rollout.num_generations_eval` answers to each prompt written and rewarded. Collective.
+
+    Answers are drawn as in training, and by the same random numbers each time.
+
+    Returns:
+        Figures by name, those that are numbers: as of training, and `pass@1` and `pass@k` by the first function.
+
+    Raises:
+        RewardError: a function has failed; the same on every rank.
+    """
+    questions = [question_of(prompts, index) for index in range(len(prompts))]
+    num_generations = rewarded.rollouts.settings.used_num_generations_eval
+    answered = rewarded.answer(questions, num_generations, HELD_OUT)
+    figures = rewarded.figures(answered)
+    if num_generations == 1:
+        del figures["frac_reward_zero_std"]
+    deciding = answered.rewarding.by_function[:, 0]
+    figures |= pass_rates(deciding, num_generations, rewarded.settings.pass_threshold)
+    return {name: value for name, value in figures.items() if np.isfinite(value)}
+
+
 @dataclass(frozen=True)
 class RewardEvaluation:
-    """One answer to each held-out prompt, drawn as in training and by the same random numbers each time.
+    """Answers to held-out prompts.
 
     What stands for a loss is the mean reward with its sign changed, so that lower is better: `training.
     early_stopping_patience` stops where rewards grow no more.
@@ -52,13 +75,9 @@ class RewardEvaluation:
         if self.data is None:
             return None
         started = time.perf_counter()
-        questions = [question_of(self.data, index) for index in range(len(self.data))]
-        answered = self.rewarded.answer(questions, 1, HELD_OUT)
+        figures = evaluate_answers(self.rewarded, self.data)
         if self.saver.is_signalled():
             self.saver.stop(step)
-        figures = self.rewarded.figures(answered)
-        del figures["frac_reward_zero_std"]  # of groups of one
-        kept = {name: value for name, value in figures.items() if np.isfinite(value)}
-        loss = -kept.get("reward", 0.0)
-        self.journal.evaluation(step, loss, kept, time.perf_counter() - started)
-        return EvaluationResult(loss, kept)
+        loss = -figures.get("reward", 0.0)
+        self.journal.evaluation(step, loss, figures, time.perf_counter() - started)
+        return EvaluationResult(loss, figures)
