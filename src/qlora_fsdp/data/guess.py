@@ -8,7 +8,7 @@ from typing import Any
 from qlora_fsdp.data.columns import COMMON_NAMES, TURN_KEYS
 from qlora_fsdp.data.message import SYSTEM
 from qlora_fsdp.data.row import EMPTY, SHAREGPT_ROLES, BadRow
-from qlora_fsdp.data.turn_shapes import is_list_of_turns
+from qlora_fsdp.data.turn_shapes import is_list_of_mappings, is_list_of_turns
 
 Row = Mapping[str, Any]
 
@@ -66,18 +66,22 @@ def _guess_columns(row: Row) -> Iterator[dict[str, str]]:
     answers.sort(key=lambda key: -len(row[key]))  # a short one beside a long one is its last line
     for prompt in names_of(row, COMMON_NAMES["prompt"]):
         for answer in answers:
-            if answer == prompt:
-                continue
-            pair = {"prompt": prompt, "completion": answer}
-            more = {**find_system(row), **_first_text(row, "reasoning_content", THOUGHT_NAMES)}
-            if more:
-                yield {**more, **pair}
-            for context in names_of(row, CONTEXT_NAMES):
-                if context not in (prompt, answer):
-                    yield _renamed({"instruction": prompt, "input": context, "output": answer})
-            yield _renamed(pair)
+            if answer != prompt:
+                yield from _guess_pair(row, prompt, answer)
     for text in names_of(row, COMMON_NAMES["text"]):
         yield _renamed({"text": text})
+
+
+def _guess_pair(row: Row, prompt: str, answer: str) -> Iterator[dict[str, str]]:
+    """Guesses for a row with this prompt and this answer: with its system prompt and thoughts, with its context."""
+    pair = {"prompt": prompt, "completion": answer}
+    more = {**find_system(row), **_first_text(row, "reasoning_content", THOUGHT_NAMES)}
+    if more:
+        yield {**more, **pair}
+    for context in names_of(row, CONTEXT_NAMES):
+        if context not in (prompt, answer):
+            yield _renamed({"instruction": prompt, "input": context, "output": answer})
+    yield _renamed(pair)
 
 
 def _guess_answers(row: Row, prompt_names: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -105,16 +109,27 @@ def _guess_turns(key: str, value: Any) -> Iterator[dict[str, str]]:
     """Guesses for a column of turns, whose own keys may have other names too."""
     if is_list_of_turns(value):
         yield _renamed({"messages": key})
-        return
-    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        return
-    shared = set(value[0]).intersection(*value)
-    texts = [name for name in value[0] if name in shared and all(isinstance(turn[name], str) for turn in value)]
-    roles = [name for name in texts if all(turn[name].lower() in SHAREGPT_ROLES for turn in value)]
-    said = [name for name in texts if name not in roles]
-    if roles and said:
-        longest = max(said, key=lambda name: sum(len(turn[name]) for turn in value))
-        yield _renamed({"messages": key, **dict(zip(TURN_KEYS, (roles[0], longest), strict=True))})
+    elif is_list_of_mappings(value):
+        found = _guess_keys(value)
+        if found is not None:
+            yield _renamed({"messages": key, **dict(zip(TURN_KEYS, found, strict=True))})
+
+
+def _guess_keys(value: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """The keys under which turns have their role and what is said, the longest text; None: they have no two such."""
+    roles: list[str] = []  # keys under which every turn has a role
+    lengths: dict[str, int] = {}  # of what is said, by the key under which all turns have texts
+    for name in value[0]:
+        texts = [turn[name] for turn in value if isinstance(turn.get(name), str)]
+        if len(texts) < len(value):
+            continue
+        if SHAREGPT_ROLES.keys() >= {text.lower() for text in texts}:
+            roles.append(name)
+        else:
+            lengths[name] = len("".join(texts))
+    if not roles or not lengths:
+        return None
+    return roles[0], max(lengths, key=lambda name: lengths[name])
 
 
 def _first_text(row: Row, ours: str, names: Iterable[str]) -> dict[str, str]:

@@ -77,15 +77,11 @@ def read_answers(found: dict[str, Any], is_paired: bool, columns: Mapping[str, s
         lacks = f"no {' and no '.join(missing)}; keys are {show_keys(found)}"
         if is_paired and all(key in row for key in JUDGED_KEYS):
             raise BadRow(WRONG_KEYS, f"{lacks}; task=preference preference.loss=kto takes labels")
-        guess = (
-            {}
-            if columns
-            else first_working(
-                guess_answers(found, PROMPT_NAMES), lambda guessed: read_answers(found, is_paired, guessed)
-            )
-        )
-        if guess:
-            raise BadRow(WRONG_KEYS, f"{lacks}; set {show_columns(guess)}")
+        if not columns:
+            guesses = guess_answers(found, PROMPT_NAMES)
+            guess = first_working(guesses, lambda guessed: read_answers(found, is_paired, guessed))
+            if guess:
+                raise BadRow(WRONG_KEYS, f"{lacks}; set {show_columns(guess)}")
         raise BadRow(WRONG_KEYS, f"{lacks}; data.columns={{{missing[0]}: NAME}} says which it is")
     if has_pair:
         return _read_pair(row, (None, None) if is_paired else (True, False), turn_columns, is_chat)
@@ -104,12 +100,18 @@ def _check_prompt(row: Mapping[str, Any]) -> None:
         return
     answers = json.dumps([row.get(key) for key in (*PAIR_KEYS, RESPONSES)])
     for name in PROMPT_NAMES:
-        value = row.get(name)
-        turn = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
-        text = turn.get("content", turn.get("value")) if turn else value
-        if isinstance(text, str) and text.strip() and json.dumps(text)[1:-1] not in answers:
+        text = _first_text(row.get(name))
+        if text.strip() and json.dumps(text)[1:-1] not in answers:
             guess = {**find_system(row), "prompt": name}
             raise BadRow(WRONG_KEYS, f"no prompt; keys are {show_keys(row)}; set {show_columns(guess)}")
+
+
+def _first_text(value: Any) -> str:
+    """A text, or the text of the first of some turns; empty where there is none."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        turn = value[0]
+        value = turn.get("content", turn.get("value"))
+    return value if isinstance(value, str) else ""
 
 
 def _read_pair(
@@ -130,7 +132,25 @@ def _read_pair(
 
 def _ranked_pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Every answer of a ranked list with every worse one. Rank 1 is the best, and so is the highest score."""
-    answers, kind = row[RESPONSES], RANKS if RANKS in row else SCORES
+    kind = RANKS if RANKS in row else SCORES
+    answers, scores = _read_scores(row, kind)
+    pairs = []
+    for (better, score), (worse, lower) in permutations(zip(answers, scores, strict=True), 2):
+        if score > lower:
+            pairs.append((better, worse))
+    if not pairs:
+        raise BadRow(WRONG_LABEL, f"{kind} says of no answer that it is better than another")
+    # The same answer may stand there twice, and one may be empty: the pairs of all others are as good.
+    return [(a, b) for a, b in pairs if a != b and not _is_empty(a) and not _is_empty(b)] or pairs[:1]
+
+
+def _read_scores(row: Mapping[str, Any], kind: str) -> tuple[list[Any], list[float]]:
+    """The answers of a ranked list with a number for each, the highest for the best; `kind`: which of the two it has.
+
+    Raises:
+        BadRow: they are not two lists of the same length, not too long, of which the second has numbers.
+    """
+    answers = row[RESPONSES]
     values = row.get(kind)
     if not isinstance(answers, list) or not isinstance(values, list) or len(answers) != len(values):
         raise BadRow(WRONG_TYPES, f"{RESPONSES} and {RANKS} (or {SCORES}) are not two lists of the same length")
@@ -138,12 +158,8 @@ def _ranked_pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         raise BadRow(WRONG_TYPES, f"{len(answers)} {RESPONSES}, over {MAX_RESPONSES}")
     if any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
         raise BadRow(WRONG_LABEL, f"{kind} has {values!r}, which are not all numbers")
-    sign = -1 if kind == RANKS else 1
-    pairs = [(a, b) for (a, x), (b, y) in permutations(zip(answers, values, strict=True), 2) if sign * x > sign * y]
-    if not pairs:
-        raise BadRow(WRONG_LABEL, f"{kind} says of no answer that it is better than another")
-    # The same answer may stand there twice, and one may be empty: the pairs of all others are as good.
-    return [(a, b) for a, b in pairs if a != b and not _is_empty(a) and not _is_empty(b)] or pairs[:1]
+    scores = [-value for value in values] if kind == RANKS else values
+    return answers, scores
 
 
 def read_margin(found: dict[str, Any], columns: Mapping[str, str]) -> float:

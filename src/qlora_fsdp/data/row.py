@@ -117,7 +117,7 @@ def as_messages(turns: Any, columns: Mapping[str, str]) -> Any:
     if any(key in columns for key in TURN_KEYS):
         renamed = _rename_keys(turns, columns)
         return [_with_known_role(turn, number) for number, turn in enumerate(renamed, start=1)]
-    keys = {key for turn in turns for key in turn}
+    keys = set().union(*turns)
     return _from_sharegpt(turns) if "from" in keys and "role" not in keys else turns
 
 

@@ -370,15 +370,14 @@ def _vocabulary_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def _template_problem(template: Any) -> str | None:
     """Why a tokenizer's chat templates can't be used, or can't be saved with the adapter once it has been trained."""
-    texts = [template]
-    if isinstance(template, dict):
-        texts = list(template.values())
-        for name in template:
-            if not isinstance(name, str) or re.fullmatch(r"\w[\w.-]*", name) is None:
-                return f"names a chat template {shorten(str(name))}, which can't be the name of a file."
-    if not all(text is None or isinstance(text, str) for text in texts):
+    by_name = template if isinstance(template, dict) else {"default": template}
+    for name in by_name:
+        if not isinstance(name, str) or re.fullmatch(r"\w[\w.-]*", name) is None:
+            return f"names a chat template {shorten(str(name))}, which can't be the name of a file."
+    texts = [text for text in by_name.values() if text is not None]
+    if not all(isinstance(text, str) for text in texts):
         return "has a chat template that is no text."
-    if sum(len(text or "") for text in texts) > MAX_TEMPLATE:
+    if len("".join(texts)) > MAX_TEMPLATE:
         return f"has chat templates of more than {MAX_TEMPLATE:,} characters."
     return None
 

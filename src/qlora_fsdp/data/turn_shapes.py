@@ -6,8 +6,10 @@ is, for `check_row` to judge.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.data.columns import COMMON_NAMES
@@ -41,16 +43,16 @@ def read_turns(value: Any) -> Any:
     - Parts: [{"role": "model", "parts": [{"text": ...}]}, ...], as Google's API has them
     - Messages with parts of tools (`tool_use`, `tool_result`), as Anthropic's API has them
     """
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         return value
     pairs = [_read_pair(turn) for turn in value]
-    if None not in pairs:
-        return [message for pair in pairs if pair is not None for message in pair]
-    if not all(isinstance(turn, dict) for turn in value):
+    if all(pairs):
+        return list(itertools.chain.from_iterable(pairs))
+    if not is_list_of_mappings(value):
         return value
-    if all("role" in turn and isinstance(turn.get("parts"), list) for turn in value):
+    if all(_is_of_google(turn) for turn in value):
         return [_from_parts(turn) for turn in value]
-    if any(_has_part(turn, "tool_use") or _has_part(turn, "tool_result") for turn in value):
+    if any(_has_tool_part(turn) for turn in value):
         return _from_tool_parts(value)
     return value
 
@@ -132,21 +134,29 @@ def _read_call(said: str) -> Message:
     return {"role": "assistant", "content": words.strip(), "tool_calls": [{"type": "function", "function": function}]}
 
 
-def _read_pair(turn: Any) -> tuple[Message, Message] | None:
-    """A question and its answer; None: a turn is no such pair."""
-    if isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
-        question, answer = turn
-    elif isinstance(turn, dict) and not {"role", "from"} & turn.keys():
-        asked = [key for key in turn if key.lower() in ASKED]
-        answered = [key for key in turn if key.lower() in ANSWERED]
-        if len(asked) != 1 or len(answered) != 1:
-            return None
-        question, answer = turn[asked[0]], turn[answered[0]]
-    else:
-        return None
-    if not isinstance(question, str) or not isinstance(answer, str):
-        return None
-    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+def _read_pair(turn: Any) -> list[Message]:
+    """A question and its answer; empty: a turn is no such pair."""
+    said = turn
+    if isinstance(turn, dict):
+        said = _values_of_pair(turn)
+    if not isinstance(said, list) or len(said) != 2 or not all(isinstance(text, str) for text in said):
+        return []
+    question, answer = said
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _values_of_pair(turn: Message) -> list[Any]:
+    """What a turn has under a question's key and under an answer's; empty: it has a role, or not one key of each."""
+    asked = [key for key in turn if key.lower() in ASKED]
+    answered = [key for key in turn if key.lower() in ANSWERED]
+    has_role = "role" in turn or "from" in turn
+    if has_role or len(asked) != 1 or len(answered) != 1:
+        return []
+    return [turn[asked[0]], turn[answered[0]]]
+
+
+def _is_of_google(turn: Message) -> bool:
+    return "role" in turn and isinstance(turn.get("parts"), list)
 
 
 def _from_parts(turn: Message) -> Message:
@@ -158,9 +168,12 @@ def _from_parts(turn: Message) -> Message:
     return {"role": role, "content": content}
 
 
-def _has_part(turn: Message, kind: str) -> bool:
+def _has_tool_part(turn: Message) -> bool:
     content = turn.get("content")
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == kind for part in content)
+    if not isinstance(content, list):
+        return False
+    kinds = [part.get("type") for part in content if isinstance(part, dict)]
+    return "tool_use" in kinds or "tool_result" in kinds
 
 
 def _from_tool_parts(turns: list[Message]) -> list[Message]:
@@ -230,10 +243,18 @@ def as_function(tool: Any) -> Any:
     if not isinstance(tool, dict) or "function" in tool:
         return tool
     parameters = tool.get("parameters")
-    if not isinstance(parameters, dict) or "properties" in parameters:
-        return {"type": "function", "function": tool}
-    if not all(isinstance(value, dict) for value in parameters.values()):
-        return {"type": "function", "function": tool}
+    if isinstance(parameters, dict) and _are_by_name(parameters):
+        tool = {**tool, "parameters": _schema_of(parameters)}
+    return {"type": "function", "function": tool}
+
+
+def _are_by_name(parameters: Mapping[str, Any]) -> bool:
+    """Whether parameters are a dict for each name, and no JSON schema."""
+    return "properties" not in parameters and all(isinstance(value, dict) for value in parameters.values())
+
+
+def _schema_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of parameters by name, whose types are written as in Python. What may be left out says so."""
     properties: dict[str, Any] = {}
     required: list[str] = []
     for name, value in parameters.items():
@@ -242,8 +263,7 @@ def as_function(tool: Any) -> Any:
         properties[name] = {**value, "type": _TYPES.get(kind, kind)} if written else value
         if "default" not in value and "optional" not in written:
             required.append(name)
-    schema = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {**tool, "parameters": schema}}
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def find_objects(text: str) -> tuple[str, list[Message]]:
@@ -271,6 +291,9 @@ def find_objects(text: str) -> tuple[str, list[Message]]:
 def is_list_of_turns(value: Any) -> bool:
     """Whether a value is a list of messages, of ShareGPT's turns, or of a shape that `read_turns` knows."""
     turns = read_turns(value)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        return False
-    return all("role" in turn or "from" in turn for turn in turns)
+    return is_list_of_mappings(turns) and all("role" in turn or "from" in turn for turn in turns)
+
+
+def is_list_of_mappings(value: Any) -> bool:
+    """Whether a value is a list with one dict or more, and nothing else."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)

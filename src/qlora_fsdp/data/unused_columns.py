@@ -50,15 +50,21 @@ def find_unused(
 
 
 def _unused_of(row: dict[str, Any], source: Source, columns: Mapping[str, str]) -> list[str]:
-    chosen = source.choose(list(row))
+    used = set(source.choose(list(row)))
     ours = rename(row, columns)
-    are_texts = "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in TEXTS)
-    if are_texts and not any(key in columns for key in OF_CHATS):  # there is no conversation
+    if _has_no_conversation(ours, columns):
         of_messages = {columns.get(key, key) for key in MORE_KEYS[DataFormat.prompt_completion]}
-        chosen = [key for key in chosen if key not in of_messages or not row[key]]
-    if "label" in row and not is_judgement(row["label"]) and ("completion" in ours or "messages" in ours):
-        chosen = [key for key in chosen if key != "label"]
-    return [key for key in row if key not in chosen]
+        used -= {key for key in of_messages if row.get(key)}
+    has_answer = "completion" in ours or "messages" in ours
+    if has_answer and not is_judgement(row.get("label")):
+        used.discard("label")
+    return [key for key in row if key not in used]
+
+
+def _has_no_conversation(ours: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Whether a row, with our names of its columns, is of texts alone, in which nothing of a conversation is read."""
+    are_texts = "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in TEXTS)
+    return are_texts and not any(key in columns for key in OF_CHATS)
 
 
 def look_for_unused(source: Source, columns: Mapping[str, str]) -> tuple[str, ...]:

@@ -237,13 +237,17 @@ class _AddLowRank(torch.autograd.Function):
         grads_b = []
         for grad, h, scaling in zip(grads_NO, _split_ranks(ctx.h_NR, parts), scalings, strict=True):
             grads_b.append(mm_fp32(grad.t(), h).mul_(scaling))
-        needs_bias = ctx.needs_input_grad[5 + len(parts) :]
-        grads_bias = [grad.sum(0) if needed else None for grad, needed in zip(grads_NO, needs_bias, strict=True)]
+        grads_bias = _bias_grads(grads_NO, ctx.needs_input_grad[5 + len(parts) :])
         grad_x = None
         if ctx.needs_input_grad[0]:
             addend = Addend(grad_h_NR, a_RI) if ctx.h_is_of_x else None
             grad_x = layers[0].matmul.input_grad(grads_NO, layers, addend).view(ctx.shape)
         return (grad_x, grad_h_NR, None, None, None, *grads_b, *grads_bias)
+
+
+def _bias_grads(grads_NO: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of biases, each [O], of those that need one."""
+    return [grad.sum(0) if is_needed else None for grad, is_needed in zip(grads_NO, needed, strict=True)]
 
 
 def _b(parts: Sequence[LoraPart]) -> tuple[list[Tensor], list[float]]:

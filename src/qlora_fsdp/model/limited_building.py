@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +51,11 @@ class LimitedBuilding(TorchFunctionMode):
         self._num_calls += 1
         if self._num_calls > MOST_CALLS:
             raise TooLarge(f"it asks for so many modules that torch is called {MOST_CALLS:,} times")
-        if self.on_meta and func is nn.init.normal_ and kwargs["tensor"].is_meta:
-            return kwargs["tensor"]
-        if func in _FREE or getattr(func, "__name__", "") in ("__get__", "__set__"):
-            return func(*args, **kwargs)
-        if self.on_meta and func is torch.empty:
-            return _make_empty(args, kwargs)
-        if self.on_meta and func is torch.zeros and "device" not in kwargs:
-            on_meta = func(*args, **kwargs, device="meta")
-            if on_meta.numel() >= LARGE:
-                return on_meta
-        if _may_make_much(args, kwargs):
+        made = _make_on_meta(func, args, kwargs) if self.on_meta else None
+        if made is not None:
+            return made
+        makes_nothing = func in _FREE or getattr(func, "__name__", "") in ("__get__", "__set__")
+        if not makes_nothing and _may_make_much(args, kwargs):
             self._count(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -73,6 +67,18 @@ class LimitedBuilding(TorchFunctionMode):
                     f"it asks for more than {MOST_BYTES / 2**30:.0f} GiB beside the weights, among them a tensor of "
                     f"{list(made.shape)}, by sizes such as positions or patches"
                 )
+
+
+def _make_on_meta(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What a call gives where parameters go to meta, without numbers and large zeros; None: make the call itself."""
+    if func is nn.init.normal_ and kwargs["tensor"].is_meta:
+        return cast(Tensor, kwargs["tensor"])
+    if func is torch.empty:
+        return _make_empty(args, kwargs)
+    if func is torch.zeros and "device" not in kwargs:
+        zeros = torch.zeros(*args, **kwargs, device="meta")
+        return zeros if zeros.numel() >= LARGE else None
+    return None
 
 
 def _make_empty(args: Any, kwargs: Any) -> Tensor:

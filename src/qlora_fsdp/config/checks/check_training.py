@@ -116,11 +116,7 @@ def check_repeatable(training: TrainingConfig, attention: AttnImplementation) ->
 
 def check_checkpoints(checkpoint: CheckpointConfig, training: TrainingConfig) -> Iterator[Problem]:
     """Yields what is wrong with `checkpoint`, and what needs checkpoints and has none."""
-    for key in checkpoint.allow_changes:
-        if key not in all_settings():
-            nearest = nearest_settings(key)
-            fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
-            yield problem_with(checkpoint, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
+    yield from _check_allowed(checkpoint)
     if checkpoint.best_at_end and checkpoint.keep_best == 0:
         reason = "needs the best checkpoint, and checkpoint.keep_best=0 keeps the newest ones alone."
         fix = "Set checkpoint.keep_best=1, and checkpoint.every_steps and training.eval_every_steps to one number."
@@ -133,6 +129,16 @@ def check_checkpoints(checkpoint: CheckpointConfig, training: TrainingConfig) ->
     if training.on_bad_step is OnBadStep.rollback and has_none:
         fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
         yield problem_with(training, "training.on_bad_step", "has no checkpoints to go back to.", fix)
+
+
+def _check_allowed(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    """Yields a problem for each of `checkpoint.allow_changes` that is no setting."""
+    for key in checkpoint.allow_changes:
+        if key in all_settings():
+            continue
+        nearest = nearest_settings(key)
+        fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
+        yield problem_with(checkpoint, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
 
 
 def _are_evaluated(every_steps: int | None, eval_every_steps: int | None) -> bool:

@@ -382,18 +382,16 @@ def _convert_fsdp(theirs: TheirSettings) -> None:
     words = theirs.take("fsdp", [])
     values = dict(theirs.take("fsdp_config", {}))
     named = {str(name).removeprefix("fsdp_"): value for name, value in values.items()}
-    offloads = "offload" in words or bool(named.get("offload_params"))
-    if offloads:
+    has_offload_params = bool(named.pop("offload_params", False))
+    if has_offload_params or "offload" in words:
         theirs.put("fsdp.cpu_offload", True)
-    if named.get("reshard_after_forward") is False:
+    if named.pop("reshard_after_forward", True) is False:
         theirs.put("fsdp.reshard_after_forward", False)
-    strategy = str(named.get("sharding_strategy", "FULL_SHARD")).upper()
+    strategy = str(named.pop("sharding_strategy", "FULL_SHARD")).upper()
     if strategy in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"):
         theirs.put("fsdp.sharding_strategy", strategy)
-    used = ("offload_params", "reshard_after_forward", "sharding_strategy")
-    others = {name: value for name, value in named.items() if name not in used}
-    if others:
-        theirs.leave_out("fsdp_config", others, SHARDED_HERE)
+    if named:
+        theirs.leave_out("fsdp_config", named, SHARDED_HERE)
     degree = theirs.take("sequence_parallel_degree") or theirs.take("context_parallel_size")
     if degree and degree > 1:
         theirs.put("distributed.context_parallel", int(degree))

@@ -24,8 +24,20 @@ MAX_NAMES = 20  # of files that are left out for one reason
 SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"
 # What file systems tell of a file that changes with its contents. Not all of them tell all of it.
 FACTS = (
-    *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "generation"),
-    *("LastModified", "last_modified", "Last-Modified", "mtime", "updated", "created"),
+    "size",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "Content-MD5",
+    "Digest",
+    "blob_id",
+    "generation",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "mtime",
+    "updated",
+    "created",
 )
 # A link on the web has no folders and no patterns: `?` begins its query.
 SINGLE_FILES = ("http", "https")
@@ -77,11 +89,7 @@ def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[st
         return [(found.name, found)]
     folder = found
     if path_exists(str(found / SAVED_SPLITS)):
-        folder = found / split
-        if not (folder / SAVED_STATE).is_file():
-            splits = printable(", ".join(saved_splits([found])) or "none")
-            key = "data.eval_split" if setting == "data.eval_path" else "data.split"
-            raise DataError(f"{setting}={path} has no split {split}: it has {splits}. Set {key}.")
+        folder = _saved_split(found, path, split, setting)
     if (folder / SAVED_STATE).is_file() and (folder / SAVED_INFO).is_file():
         return [(file.name, file) for file in _saved_files(folder)]
     named = []
@@ -89,6 +97,20 @@ def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[st
         if file.is_symlink() or not file.is_dir():
             named.append((str(file.relative_to(folder)), file))
     return named
+
+
+def _saved_split(found: Path, path: str, split: str, setting: str) -> Path:
+    """The folder of a split, in one where `save_to_disk` wrote several.
+
+    Raises:
+        DataError: it is not there.
+    """
+    folder = found / split
+    if not (folder / SAVED_STATE).is_file():
+        splits = printable(", ".join(saved_splits([found])) or "none")
+        key = "data.eval_split" if setting == "data.eval_path" else "data.split"
+        raise DataError(f"{setting}={path} has no split {split}: it has {splits}. Set {key}.")
+    return folder
 
 
 def _saved_files(folder: Path) -> list[Path]:

@@ -226,10 +226,11 @@ def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, posit
         beginning = stream.read(BEGINNING).removeprefix(b"\xef\xbb\xbf").strip()
     first_line, _, others = beginning.partition(b"\n")
     is_line = _is_json(first_line)
+    has_lines = is_line and bool(others.strip())
     may_be_one_row = is_line and ".jsonl" in file.name
-    if beginning.startswith(b"{") and not may_be_one_row and not (is_line and others.strip()):
+    if beginning.startswith(b"{") and not may_be_one_row and not has_lines:
         _refuse_holder(file, beginning)
-    if not beginning.startswith(b"[") or (is_line and others.strip()):
+    if has_lines or not beginning.startswith(b"["):
         yield from _read_lines(file, unpacking, position)
         return
     with _open(file, unpacking) as stream:

@@ -92,14 +92,27 @@ class KeptWindows:
 
     def _remove_old(self, folder: Path, sequence: int) -> None:
         """Removes what is not needed beside the window that begins at `sequence`. Those after it are left to later."""
-        found = {path: int(match[1]) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))}
-        checkpoints = checkpoint_folders(self.run_folder / CHECKPOINTS)
-        saved = (step_of(checkpoints[-1]) or 0) * self.global_batch_size if checkpoints else 0  # sequences
-        before = sorted(first for path, first in found.items() if first < sequence and path.suffix == SUFFIX)
-        needed = {*before[1 - NUM_KEPT :], *[first for first in before if first <= saved][-1:]}
-        for path, first in found.items():
-            if path.suffix != SUFFIX or (first < sequence and first not in needed):
+        before: dict[Path, int] = {}  # whole windows, each with its first sequence
+        for path in list(folder.iterdir()):
+            match = NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            if path.suffix != SUFFIX:
                 remove(path)
+            elif int(match[1]) < sequence:
+                before[path] = int(match[1])
+        firsts = sorted(before.values())
+        at_checkpoint = [first for first in firsts if first <= self._num_saved()]
+        needed = {*firsts[1 - NUM_KEPT :], *at_checkpoint[-1:]}
+        for path, first in before.items():
+            if first not in needed:
+                remove(path)
+
+    def _num_saved(self) -> int:
+        """Sequences before the newest checkpoint."""
+        checkpoints = checkpoint_folders(self.run_folder / CHECKPOINTS)
+        last_step = step_of(checkpoints[-1]) if checkpoints else None
+        return (last_step or 0) * self.global_batch_size
 
 
 def _name(place: Place) -> str:

@@ -28,6 +28,7 @@ from qlora_fsdp.model.experts import expert_weights, is_apart
 from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored
 
 BASE_LAYER = ".base_layer"  # what PEFT adds to the name of a layer below its adapter
+LAYERS_DIFFER = "its layers differ in rank or alpha"
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def find_serving(model: nn.Module, assignments: Sequence[Assignment], settings: 
         return Serving(merge=reason)
     if any(is_apart(stored.get(name)) for name, _ in adapted_experts(model)):
         return Serving(export="its experts' adapters are as PEFT keeps them")
-    if settings.rank_pattern or settings.alpha_pattern:
-        return Serving(export="its layers differ in rank or alpha")
+    if _differ(settings):
+        return Serving(export=LAYERS_DIFFER)
     renamed = find_renamed(model, stored)
     if renamed:
         name, other = next(iter(renamed.items()))
@@ -140,12 +141,17 @@ def _why_in_no_form(model: nn.Module, stored: Mapping[str, Stored | None], setti
             return f"{name} is a part of a larger tensor in the base's files"
     experts = dict(adapted_experts(model))
     is_whole = any(not is_apart(stored.get(name)) for name in experts)
-    if is_whole and (settings.rank_pattern or settings.alpha_pattern):
-        return "its layers differ in rank or alpha"
+    if is_whole and _differ(settings):
+        return LAYERS_DIFFER
     missing = find_missing_experts(model)
     if missing is not None:
         return f"it has no adapter of {missing}, beside others of the same experts"
     return None
+
+
+def _differ(settings: peft.LoraConfig) -> bool:
+    """Whether some layers have a rank or an alpha of their own."""
+    return bool(settings.rank_pattern or settings.alpha_pattern)
 
 
 def adapted_linears(model: nn.Module) -> Iterator[str]:

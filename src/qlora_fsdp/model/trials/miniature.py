@@ -113,18 +113,27 @@ def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
 def _small_text(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
     """The same for the config of a text model, or of another model's text part."""
     values = {key: value for key, value in config.to_dict().items() if key not in _DROPPED}
-    small = {key: _shrink(key, value) for key, value in values.items()}
-    for key, entries in _by_index(values).items():
-        small[key] = {layer: {name: _shrink(name, item) for name, item in of.items()} for layer, of in entries.items()}
-    small |= {key: WINDOW for key in _WINDOWS if isinstance(values.get(key), int) and WINDOW < values[key] < max_length}
+    small = _shrink_all(values)
+    of_layers = _by_index(values)
+    for key in _WINDOWS:
+        window = values.get(key)
+        if isinstance(window, int) and WINDOW < window < max_length:
+            small[key] = WINDOW
     _fit_together(small, values)
-    for key, entries in _by_index(values).items():
+    for key, entries in of_layers.items():
+        small[key] = {}
         for layer, entry in entries.items():
-            small[key][layer] |= _fit_layer(small | small[key][layer], values | entry)
+            small_entry = _shrink_all(entry)
+            small[key][layer] = small_entry | _fit_layer(small | small_entry, values | entry)
     layers = _choose_layers(small, config.num_hidden_layers)
     if layers is not None:
         _keep_layers(small, config, layers)
     return type(config).from_dict(small)
+
+
+def _shrink_all(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config, each as small as a trial needs it by itself."""
+    return {key: _shrink(key, value) for key, value in values.items()}
 
 
 def _shrink(key: str, value: Any) -> Any:
