@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
-from qlora_fsdp.layers.kernels.launch import HAS_TRITON
+from qlora_fsdp.layers.kernels.launch import has_tensor_cores
 from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraLinear, LoraPart, OutputsOfInput, active_part
 from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
@@ -219,7 +219,7 @@ def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | Non
     """
     first = layers[0]
     num_rows = len(x_NI)
-    if not x_NI.is_cuda or x_NI.dtype == torch.float32 or num_rows == 0 or not _has_products(x_NI.device):
+    if not x_NI.is_cuda or x_NI.dtype == torch.float32 or num_rows == 0 or not has_tensor_cores(x_NI.device):
         return None
     for layer in layers:
         is_alike = layer.format == first.format and (layer.bias is None) == (first.bias is None)
@@ -238,12 +238,6 @@ def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | Non
     return triton_products.best_tile(
         num_outputs, first.in_features, num_rows, first.blocksize, first.format.is_4bit, num_multiprocessors
     )
-
-
-@cache
-def _has_products(device: torch.device) -> bool:
-    """Whether a GPU runs our kernel: with Triton and NVIDIA's instructions, and products of bfloat16."""
-    return HAS_TRITON and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _codes(layer: QuantizedLinear) -> WeightCodes:

@@ -3,7 +3,7 @@
 A slot has room for the keys and values of the longest text. In a step every row has one query, at its own position in
 its own text. It sees the keys of its slot up to that position and within the layer's window. So the position of each
 row is all that masking needs, and nothing is padded. Whatever a slot holds after its row's position is not seen, and
-is overwritten as the text grows.
+is overwritten as the text grows. On a GPU it is not read either (kernels/triton_slots.py).
 
 While a prompt is read, queries see the keys of the same call, from the first token on.
 """
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
+
+from qlora_fsdp.layers.kernels.launch import has_tensor_cores
 
 SLOTS = "qlora_fsdp_slots"
 QUERY_BLOCK = 1024  # queries of a prompt that are computed at a time where a mask or all logits are needed
@@ -150,6 +152,13 @@ def attend_in_slots(
     if step.positions is None:
         seen = None if step.branches is None else step.branch_mask(sliding_window, query.dtype)
         return _attend_to_prompt(query, key, value, scale, sliding_window, softcap, s_aux, seen), None
+    if query.dtype != torch.float32 and has_tensor_cores(query.device):
+        from qlora_fsdp.layers.kernels import triton_slots
+
+        out = triton_slots.attend(
+            query[:, :, 0], key, value, step.positions, scale, sliding_window, softcap, sinks=s_aux
+        )
+        return out[:, None], None
     mask = step.mask(key.shape[2], sliding_window, query.dtype)
     # The query heads that share a key head become its queries, so that keys are read once and copied nowhere.
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])

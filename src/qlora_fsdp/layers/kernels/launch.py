@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -52,6 +53,7 @@ __all__ = [
     "as_on_a_gpu",
     "bytes_moved",
     "has_kernels",
+    "has_tensor_cores",
     "kernel",
     "moves",
     "runs_kernels",
@@ -171,6 +173,13 @@ def runs_kernels(tensor: Tensor) -> bool:
 def has_kernels(tensor: Tensor) -> bool:
     """The same where no setting says whether kernels are used: a GPU without Triton has none."""
     return runs_kernels(tensor) and (tensor.is_meta or HAS_TRITON)
+
+
+@cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU runs kernels that multiply with NVIDIA's tensor cores in bfloat16: with Triton, from Ampere on."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return HAS_TRITON and is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @contextmanager
