@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from qlora_fsdp.layers.kernels.launch import has_tensor_cores
+
 # Fields of a generation config that `Sampling` applies, that only say where a text ends, or that do not change which
 # token comes next.
 _KNOWN = {
@@ -56,15 +58,24 @@ class Draws:
     keys: Tensor
     positions: Tensor
 
+    @classmethod
+    def new(cls, num_rows: int, device: torch.device) -> Draws:
+        """Draws that depend on torch's next random number alone; a CUDA graph gets another one at each replay."""
+        keys = torch.empty(num_rows, dtype=torch.int64, device=device).random_()
+        return cls(keys, torch.zeros_like(keys))
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Two int32 [rows], of which all of a row's random numbers are made."""
+        mixed = _mix(self.keys ^ _mix(self.positions))
+        return mixed.to(torch.int32), (mixed >> 32).to(torch.int32)
+
     def exponentials(self, number: int) -> Tensor:
         """Exponentially distributed numbers float32 [rows, number], each a hash of key, position and column.
 
         Two multiplications and three shifts on 32 bits (https://github.com/skeeto/hash-prospector), between which the
         second half of what a row's key and position give is added.
         """
-        mixed = _mix(self.keys ^ _mix(self.positions))
-        first = mixed.to(torch.int32)
-        second = (mixed >> 32).to(torch.int32)
+        first, second = self.numbers()
         columns = torch.arange(number, dtype=torch.int32, device=self.keys.device)
         bits = columns * _GOLDEN + first[:, None]
         bits ^= (bits >> 16) & 0xFFFF
@@ -121,10 +132,19 @@ class Sampling:
         """The next tokens int64 [rows].
 
         Args:
-            logits: [rows, vocabulary], of which a float32 copy is changed.
+            logits: [rows, vocabulary], which stay as they are.
             seen: bool [rows, vocabulary], the tokens that a row has had; None without a penalty.
             draws: what the random numbers depend on; None: they are torch's next ones.
         """
+        is_plain = seen is None and self.top_k is None and self.top_p == 1.0 and self.min_p == 0.0
+        if is_plain and self.temperature is None:
+            return logits.argmax(-1)
+        if is_plain and self.temperature is not None and has_tensor_cores(logits.device):
+            from qlora_fsdp.layers.kernels import triton_sampling
+
+            draws = draws or Draws.new(len(logits), logits.device)
+            factors = _GOLDEN, *_FACTORS
+            return triton_sampling.draw(logits, self.temperature, draws.numbers(), factors)
         logits = logits.to(torch.float32, copy=True)
         if seen is not None:
             penalty = self.repetition_penalty
@@ -158,6 +178,10 @@ class Sampling:
             logits: [rows, vocabulary].
             chosen: int64 [rows].
         """
+        if has_tensor_cores(logits.device):
+            from qlora_fsdp.layers.kernels import triton_sampling
+
+            return triton_sampling.log_probs(logits, chosen, self.temperature or 1.0)
         scaled = logits.float() / (self.temperature or 1.0)
         return scaled.gather(-1, chosen[:, None])[:, 0] - scaled.logsumexp(-1)
 

@@ -57,6 +57,7 @@ class Tile(NamedTuple):
         split: programs that share the sum over columns of one tile.
         num_warps: of a program.
         num_stages: steps whose codes are in shared memory at a time.
+        scales_weight: multiply the weight with its scales, rounded to 16 bits, in place of the sums of each block.
     """
 
     outputs: int
@@ -65,6 +66,7 @@ class Tile(NamedTuple):
     split: int
     num_warps: int
     num_stages: int
+    scales_weight: bool = False
 
 
 class WeightCodes(NamedTuple):
@@ -208,7 +210,7 @@ def _sums(
     x, rows, is_row, codes, scales, nested, book, scale_book, outputs, num_groups, width, code_stride, scale_stride,
     block_offset, first, last,
     BLOCKSIZE: tl.constexpr, SUB: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
-    LOOKUP: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    LOOKUP: tl.constexpr, SCALED: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile [OUTPUTS, ROWS] over the columns of steps from `first` to `last`, without int8's scale."""
     dtype = x.dtype.element_ty
@@ -254,9 +256,14 @@ def _sums(
                 else:
                     scale = tl.load(scale_places + block)
                 upper, lower = _values(code, book, LOOKUP, dtype)
-                part = tl.dot(upper, even)
-                part = tl.dot(lower, odd, part)
-                total += part * scale[:, None]
+                if SCALED:
+                    rounded = scale.to(dtype)[:, None]
+                    total = tl.dot(upper * rounded, even, total)
+                    total = tl.dot(lower * rounded, odd, total)
+                else:
+                    part = tl.dot(upper, even)
+                    part = tl.dot(lower, odd, part)
+                    total += part * scale[:, None]
     return total
 
 
@@ -296,7 +303,7 @@ def _products_kernel(
     num_groups_0, num_groups_1, num_groups_2, rank_0, rank_1, rank_2, rank_all, split, factor,
     BLOCKSIZE: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, LOOKUP: tl.constexpr,
     BIAS: tl.constexpr, RANK: tl.constexpr, WEIGHTS: tl.constexpr, GROUPED: tl.constexpr,
-    SUB: tl.constexpr, STEP: tl.constexpr, IS_SPLIT: tl.constexpr,
+    SUB: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr, IS_SPLIT: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program sums up a tile of one weight's product, or a part of it.
@@ -344,7 +351,7 @@ def _products_kernel(
         total = _sums(
             x, rows, is_row, codes, scales, nested, book, scale_book, outputs, num_groups, width, code_stride,
             scale_stride, block_offset, first, last,
-            BLOCKSIZE, SUB, STEP, KIND, WORDS, LOOKUP, OUTPUTS, ROWS,
+            BLOCKSIZE, SUB, STEP, KIND, WORDS, LOOKUP, SCALED, OUTPUTS, ROWS,
         )  # fmt: skip
         if IS_SPLIT:
             tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -484,6 +491,7 @@ def products(
         GROUPED=ends is not None,
         SUB=sub,
         STEP=tile.step,
+        SCALED=tile.scales_weight,
         IS_SPLIT=tile.split > 1,
         OUTPUTS=tile.outputs,
         ROWS=tile.rows,
