@@ -1,7 +1,12 @@
 #!/usr/bin/env python3
-r"""Tokens a second of many prompts, with products with codes and with dequantized weights, in one process.
+r"""Tokens a second of many prompts, computed in several ways in one process.
 
     python benchmarks/rollouts.py --shape 8b --out rollouts.json
+
+`dequantized`: weights are dequantized for each step, or multiplied by bitsandbytes' kernel, and torch computes
+attention over whole slots and sampling. `codes`: products with codes by our kernel, the rest as before. `all`:
+attention and sampling by our kernels too, as the program does. `--profile` lists the kernels of `all`, those of prompts
+taken off.
 
 The model has random codes, and a random adapter (r=16 on all linear layers). A figure is all new tokens over all
 seconds, prompts included, of a second call; the first compiles and records. Then the logits of both ways are compared
@@ -15,6 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,14 +30,17 @@ import torch
 from generation import device_name, random_words, timed, write_adapter
 from make_checkpoint import main as make_checkpoint
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.decoding import sampling
 from qlora_fsdp.decoding.completer import Request
 from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.inference.completions import make_completer
 from qlora_fsdp.inference.trained import load_trained
 from qlora_fsdp.layers import decode_linear
+from qlora_fsdp.layers.attention import slots
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.runtime.processes import Processes
@@ -46,6 +56,9 @@ def main() -> None:
     parser.add_argument("--prompts", default="1,8,64,256", help="numbers of prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--ways", default="dequantized,codes,all")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step, most time first")
+    parser.add_argument("--skip-comparison", action="store_true", help="of the logits of both ways of products")
     parser.add_argument("--out", type=Path, default=Path("rollouts.json"))
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -53,11 +66,11 @@ def main() -> None:
     def body(settings: GenerateSettings, config: Config, processes: Processes) -> None:
         trained = load_trained(config, settings, processes, generates=True)
         fill(trained.model.base)
-        sampling = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        generation = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         for number in map(int, args.prompts.split(",")):
             prompts = random_words(number, args.prompt_tokens)
-            for name in ("dequantized", "codes"):
-                completer = make_completer(trained, sampling, processes, max_slots=number)
+            for name in args.ways.split(","):
+                completer = make_completer(trained, generation, processes, max_slots=number)
                 assert completer is not None, "this model can't be completed in slots"
 
                 def complete(prompts: list[list[int]], completer: Any = completer) -> int:
@@ -65,15 +78,25 @@ def main() -> None:
                     completer.complete(requests)
                     return sum(len(request.completion) for request in requests)
 
+                def read(prompts: list[list[int]], completer: Any = completer) -> int:
+                    completer.complete([Request(prompt, 1) for prompt in prompts])
+                    return len(prompts)
+
                 with computed(name):
                     first_s, _ = timed(complete, prompts)
                     seconds, num_tokens = timed(complete, prompts)
+                    read_s, _ = timed(read, prompts)
+                    if args.profile and name == "all":
+                        list_kernels(complete, read, prompts, args.new_tokens)
                 completer.release()
                 row = {"prompts": number, "products": name, "tokens_s": round(num_tokens / seconds, 1)}
+                row["read_ms"] = round(read_s * 1000, 1)
                 row |= {"ms_step": round(seconds / args.new_tokens * 1000, 2), "first_s": round(first_s, 1)}
                 rows.append(row)
                 print(row, flush=True)
         with torch.no_grad():
+            if args.skip_comparison:
+                return
             rows.extend(compare(trained.model.base, processes.device))
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -87,11 +110,40 @@ def main() -> None:
     )
 
 
-def computed(name: str) -> Any:
-    """While it lasts, few rows are multiplied so: with codes as always, or as if our kernel were not there."""
-    if name == "codes":
-        return patch.object(decode_linear, "products_tile", decode_linear.products_tile)
-    return patch.object(decode_linear, "products_tile", lambda layers, x: None)
+@contextmanager
+def computed(name: str) -> Iterator[None]:
+    """While it lasts, texts are completed in one of the ways above."""
+    with ExitStack() as patches:
+        if name == "dequantized":
+            patches.enter_context(patch.object(decode_linear, "products_tile", lambda layers, x: None))
+        if name != "all":
+            for module in (slots, sampling):
+                patches.enter_context(patch.object(module, "has_tensor_cores", lambda device: False))
+        yield
+
+
+def list_kernels(
+    complete: Callable[[list[list[int]]], int],
+    read: Callable[[list[list[int]]], int],
+    prompts: list[list[int]],
+    num_steps: int,
+) -> None:
+    """Print the kernels of a step: microseconds and launches, those of a call that reads the prompts taken off."""
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    found: list[dict[str, tuple[float, int]]] = []
+    for compute in (complete, read):
+        with profile(activities=[activity]) as profiler:
+            compute(prompts)
+        kernels = profiler.key_averages()
+        found.append({kernel.key: (kernel.self_device_time_total, kernel.count) for kernel in kernels})
+    rows: list[tuple[float, float, str]] = []
+    for key, (all_us, all_count) in found[0].items():
+        read_us, read_count = found[1].get(key, (0.0, 0))
+        rows.append(((all_us - read_us) / num_steps, (all_count - read_count) / num_steps, key))
+    rows.sort(reverse=True)
+    print(f"{len(prompts)} prompts: {sum(row[0] for row in rows) / 1000:.2f} ms of kernels a step")
+    for microseconds, count, key in rows[:40]:
+        print(f"{microseconds:>10.1f}{count:>8.1f}  {key[:110]}", flush=True)
 
 
 @torch.no_grad()

@@ -65,6 +65,12 @@ def test_the_tiles_of_products_with_codes_fit_a_geforce(capability: int, quantiz
     assert 0 < num_bytes <= GEFORCE
 
 
+@pytest.mark.parametrize(("capability", "size"), [(80, 128), (89, 256), (90, 64), (89, 512)])
+def test_the_tiles_of_attention_over_slots_fit_a_geforce(capability: int, size: int):
+    """Two programs at a time, so that one reads while the other computes."""
+    assert 0 < 2 * compile_for_a_gpu("compile_slots.py", str(capability), str(size)) <= 100 * 1024
+
+
 def compile_for_a_gpu(program: str, *args: str) -> Any:
     """What a helper prints, which compiles kernels in a process of its own."""
     pytest.importorskip("triton")

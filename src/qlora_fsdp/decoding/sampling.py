@@ -90,6 +90,11 @@ class Draws:
         return uniform.log_().neg_()
 
 
+def hash_factors() -> tuple[int, int, int]:
+    """The factors of `Draws.exponentials`, for a kernel that computes the same numbers."""
+    return _GOLDEN, *_FACTORS
+
+
 def _mix(values: Tensor) -> Tensor:
     """int64 numbers that have nothing in common with these: the last steps of SplitMix64 (Steele et al. 2014)."""
     mixed = values + (-7046029254386353131)
@@ -143,8 +148,7 @@ class Sampling:
             from qlora_fsdp.layers.kernels import triton_sampling
 
             draws = draws or Draws.new(len(logits), logits.device)
-            factors = _GOLDEN, *_FACTORS
-            return triton_sampling.draw(logits, self.temperature, draws.numbers(), factors)
+            return triton_sampling.draw(logits, self.temperature, draws.numbers(), hash_factors())
         logits = logits.to(torch.float32, copy=True)
         if seen is not None:
             penalty = self.repetition_penalty

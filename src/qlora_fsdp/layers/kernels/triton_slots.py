@@ -83,10 +83,10 @@ def _attend_kernel(
     top = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
     summed = tl.zeros([GROUPS, VALUE_SIZE], tl.float32)
-    if HAS_SINKS:
-        if part == 0:  # a logit that belongs to no key
-            top = tl.load(sinks + head * groups + group, mask=is_group, other=0.0).to(tl.float32) * log2_e
-            total += 1.0
+    if HAS_SINKS:  # the first part has a logit that belongs to no key
+        sink = tl.load(sinks + head * groups + group, mask=is_group, other=0.0).to(tl.float32) * log2_e
+        top = tl.where(part == 0, sink, top)
+        total = tl.where(part == 0, 1.0, total)
     before = tl.program_id(0).to(tl.int64) * length
     key_places = keys + before * key_size
     value_places = values + before * value_size
@@ -162,7 +162,7 @@ def attend(
     """Attention of one query a text and head, [B, H, V] in the dtype of the values.
 
     Args:
-        query_BHD: of each slot; whose last dimension is contiguous. H is a multiple of the key heads.
+        query_BHD: of each slot. H is a multiple of the key heads.
         keys: [B, key heads, length, D], contiguous.
         values: [B, key heads, length, V], contiguous.
         positions: int64 [B], the place of each slot's last key that its query sees.
@@ -179,6 +179,8 @@ def attend(
     parts = num_parts or best_parts(num_slots * num_heads, length if window is None else window, query_BHD.device)
     tile = tile or slot_tile(key_size, value_size)
     groups = num_queries // num_heads
+    if query_BHD.stride(2) != 1:
+        query_BHD = query_BHD.contiguous()
     out = values.new_empty(num_slots, num_queries, value_size)
     partial, tops, sums = out, out, out
     if parts > 1:
