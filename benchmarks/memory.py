@@ -77,10 +77,9 @@ class Case:
         ]
 
 
-def shape_case(shape: str, length: int, micro_batch_size: int, model_config: str) -> Case:
-    """A model without a preset, by its config in the settings: ten steps, or twenty short ones, on one GPU."""
+def shape_case(shape: str, length: int, micro_batch_size: int, model_config: str, steps: int = 8) -> Case:
+    """A model without a preset, by its config in the settings, on one GPU."""
     overrides = (f"model.config={{{model_config}}}", "model.tokenizer_path=bytes", "lora.r=16", *NO_SHARD)
-    steps = 10 if length * micro_batch_size > 2048 else 20
     return Case("custom", 1, length, micro_batch_size, "auto", overrides, None, steps, shape)
 
 
@@ -166,15 +165,15 @@ SETS = {
     "recent": [
         shape_case("Qwen3.5-9B", 4096, 4, QWEN3_5_9B),
         Case("qwen3-8b", 1, 4096, 4, "auto", ("lora.r=16", *NO_SHARD), None, 10),
-        shape_case("Qwen3.5-9B", 1024, 1, QWEN3_5_9B),
+        shape_case("Qwen3.5-9B", 1024, 1, QWEN3_5_9B, 20),
         shape_case("Gemma 4 E4B", 4096, 4, GEMMA4_E4B),
         shape_case("Qwen3.5-35B-A3B", 4096, 4, "model_type: qwen3_5_moe_text"),
         shape_case("Gemma 4 26B-A4B", 4096, 4, GEMMA4_26B_A4B),
-        shape_case("Qwen3.6-27B", 4096, 4, QWEN3_5_27B),
-        shape_case("Gemma 4 31B", 4096, 4, GEMMA4_31B),
+        shape_case("Qwen3.6-27B", 4096, 4, QWEN3_5_27B, 5),
+        shape_case("Gemma 4 31B", 4096, 4, GEMMA4_31B, 5),
         shape_case("GLM-4.7-Flash", 4096, 4, "model_type: glm4_moe_lite"),
         shape_case("Qwen3-VL 12B, text", 4096, 4, "model_type: qwen3_vl"),
-        shape_case("Bamba 9B", 4096, 1, "model_type: bamba"),
+        shape_case("Bamba 9B", 4096, 1, "model_type: bamba", 4),
     ],
     "scale": [
         Case("llama3-8b", num_gpus, 4096, 4, "none", more, None, 10)
