@@ -14,8 +14,8 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import Problem, refuse
-from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.errors import DataError, Problem, refuse
+from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
@@ -35,8 +35,11 @@ from qlora_fsdp.records.run_summary import ask, trust
 from qlora_fsdp.runtime.run_command import log, print_result, run_command
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import nn
 
+    from qlora_fsdp.inference.merge_report import MergeReport
+    from qlora_fsdp.inference.merge_weights import Merge
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
@@ -51,8 +54,11 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4). With
                       base=dequantized and the format of training, changed weights are rounded up or down at random:
                       to the nearest, the rounding would take the adapter away
-  report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
-  report_rows=8       how many of them
+  report=false        don't compare the merged model with base and adapter as trained (default: true): the loss of
+                      each, the share of the gain that is kept, and the KL divergence, on some held-out rows that the
+                      run has kept beside the adapter
+  report_data=FILE    on rows of your own
+  report_rows=32      how many of them, at most
   other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
   write=adapter       instead of a model the adapter alone, as vLLM reads it: with the names that layers have in the
                       base's files, one adapter for each expert of a mixture, and one scaling for all layers
@@ -62,7 +68,8 @@ examples:
   qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 quantize=nf4
 """
 
-MAX_REPORT_TOKENS = 512  # per row, because the logits of all rows are held at once
+REPORT_FILE = "merge_report.json"
+CARD_FILE = "README.md"
 
 
 @dataclass
@@ -72,8 +79,9 @@ class MergeSettings(BaseAndAdapterSettings):
     out: str | None = None
     base: str = "full"
     quantize: str | None = None
+    report: bool = True
     report_data: str | None = None
-    report_rows: int = 8
+    report_rows: int = 32
     write: str = "model"
 
 
@@ -118,12 +126,75 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
-    if settings.report_data is not None:
-        rows: dict[str, Any] = {"data.path": settings.report_data, "data.mix": {}, "data.max_rows": None}
-        report = compare(settings, config.with_values(rows), processes)
-        with merging_to(out):
-            write_json(out / "merge_report.json", report)
-        print_result(json.dumps(report))
+    if is_there and (out / REPORT_FILE).is_file() and settings.report_data is None:
+        log.info(f"Its report is in {out / REPORT_FILE}.")
+        return
+    _report(settings, config, merged, processes)
+
+
+def _report(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> None:
+    """Compare what was written with base and adapter; say it, and write it into the folder of the result."""
+    from qlora_fsdp.inference.merge_files import merging_to
+    from qlora_fsdp.inference.merge_report import advise, describe_report
+    from qlora_fsdp.inference.merged_card import make_merged_card
+    from qlora_fsdp.model.adapters.model_card import auto_class_of
+
+    found = _compare(settings, config, merged, processes)
+    if not isinstance(found, str):
+        log.info(describe_report(found))
+        for name, figures in found.written.items():
+            warning = advise(name, figures, settings.base, settings.quantize, _format_of(config.quant))
+            if warning is not None:
+                log.warning(f"Warning: {warning}")
+    elif settings.report:
+        log.info(f"Note: no report of what the result keeps: {found}")
+    base = config.model.path or config.model.name
+    onto = "the base's own weights"
+    if settings.base == "dequantized":
+        onto = f"the base's weights in {_format_of(config.quant)}, on which the adapter was trained"
+    format = "in the precision of the base's files" if settings.quantize is None else f"in {settings.quantize}"
+    auto_class = auto_class_of(merged.meta.config) if config.task.is_causal else None
+    about = {"base": settings.base, "quantize": settings.quantize}
+    with merging_to(merged.out):
+        if not isinstance(found, str):
+            write_json(merged.out / REPORT_FILE, about | found.as_json())
+        write_atomically(merged.out / CARD_FILE, make_merged_card(base, format, onto, auto_class, found))
+    if not isinstance(found, str):
+        print_result(json.dumps(about | found.as_json()))
+
+
+def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> MergeReport | str:
+    """The report of a merge, or why there is none."""
+    from qlora_fsdp.inference.merge_report import find_rows, find_shortage, load_stock, make_report
+
+    if not settings.report:
+        return "report=false."
+    if not config.task.is_causal:
+        return "the model writes no text; qlora-fsdp evaluate has its figures."
+    assert settings.adapter is not None
+    try:
+        rows, what = find_rows(
+            merged.trained, config, settings.adapter, settings.report_data, settings.report_rows, processes
+        )
+    except DataError as error:
+        if settings.report_data is not None:
+            raise
+        return f"{error} report_data=FILE names rows."
+    shortage = find_shortage(merged.trained, merged.out, config.quant, processes.device)
+    if shortage is not None:
+        return f"{shortage}."
+
+    def load(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        return load_stock(merged.out, dtype, device, config.model.trust_remote_code)
+
+    return make_report(config, settings, rows, what, {"merged": load}, processes)
+
+
+def _format_of(quant: QuantConfig) -> str | None:
+    """The format of a quantized base; None for none."""
+    if quant.load_in_8bit:
+        return "int8"
+    return quant.bnb_4bit_quant_type.value if quant.load_in_4bit else None
 
 
 def _describe_export(adapter: Path, out: Path, renamed: dict[str, str]) -> str:
@@ -166,73 +237,6 @@ def _describe_end(out: Path, was_there: bool, data: DataSpec, trusts_code: bool,
             f"{arguments}, or a server's chat_template_kwargs"
         )
     return "\n".join(lines)
-
-
-def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:
-    """Losses of the trained and the merged model on a few rows, and KL(trained || merged) per token, in nats."""
-    import torch
-    from torch.nn import functional as F
-
-    trained = _log_probabilities(config, settings, settings.report_rows, processes)
-    as_merged = config.with_values(_values_of_merged(settings.out))
-    merged = _log_probabilities(as_merged, BaseAndAdapterSettings(), settings.report_rows, processes)
-    divergences, losses = [], []
-    for (old, targets), (new, _) in zip(trained, merged, strict=True):
-        divergences.append(F.kl_div(new, old, log_target=True, reduction="none").sum(-1))
-        losses.append(torch.stack([F.nll_loss(each, targets, reduction="none") for each in (old, new)]))
-    kl, loss = torch.cat(divergences).double(), torch.cat(losses, 1).double().mean(1)
-    return {
-        "base": settings.base,
-        "quantize": settings.quantize,
-        "num_rows": len(trained),
-        "num_target_tokens": len(kl),
-        "loss_trained": loss[0].item(),
-        "loss_merged": loss[1].item(),
-        "kl_mean": kl.mean().item(),
-        "kl_max": kl.max().item(),
-    }
-
-
-def _values_of_merged(out: str | None) -> dict[str, Any]:
-    """What settings are for the merged model: it is in full precision, unless its own config.json says otherwise."""
-    values: dict[str, Any] = {
-        "task.name": TaskName.causal_lm,
-        "model.path": out,
-        "quant.load_in_4bit": False,
-        "quant.load_in_8bit": False,
-        "quant.embeddings": EmbeddingStorage.none,
-    }
-    if (Path(out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
-        values |= {"model.tokenizer_path": None, "tokenizer.add_tokens": [], "tokenizer.add_special_tokens": []}
-    return values
-
-
-def _log_probabilities(
-    config: Config, settings: BaseAndAdapterSettings, num_rows: int, processes: Processes
-) -> list[tuple[Tensor, Tensor]]:
-    """For each row the log-probabilities [num_targets, vocabulary] (float32, CPU) and the targets [num_targets]."""
-    import torch
-
-    from qlora_fsdp.data.run_data import prepare_data
-    from qlora_fsdp.inference.trained import load_trained
-
-    trained = load_trained(config, settings, processes, generates=True)
-    spec = replace(
-        DataSpec.of(config),
-        task=TaskSpec(TaskConfig(TaskName.causal_lm)),  # the rows are text, also where the adapter learned preferences
-        packs_rows=False,
-        max_length=min(config.training.max_length, MAX_REPORT_TOKENS),
-    )
-    vocab_size = trained.model.vocab_size
-    data = prepare_data(spec, trained.tokenizer, processes, vocab_size, for_training=False).train
-    found = []
-    for number in range(min(num_rows, len(data))):
-        ((tokens, is_target),) = data.rows_of(number)
-        ids, mask = torch.from_numpy(tokens.astype("int64")), torch.from_numpy(is_target[1:].copy())
-        with torch.inference_mode():
-            logits = trained.model.base(input_ids=ids[None].to(processes.device), use_cache=False).logits[0, :-1]
-        found.append((logits[mask.to(logits.device)].float().log_softmax(-1).cpu(), ids[1:][mask]))
-    return found
 
 
 def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights: Weights, num_ranks: int) -> None:

@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge
 from qlora_fsdp.common import files
+from qlora_fsdp.config.reading.commands import read_report_digest
 from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.inference import merge_files
+from qlora_fsdp.data.report_rows import ReportRows, read_report_rows
+from qlora_fsdp.inference import merge_files, merge_report, merge_weights
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import SHAPE, VOCAB, make_checkpoint, write_checkpoint
 from tests.helpers.lines import write_lines
@@ -144,9 +146,72 @@ def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, row
         assert merge.main([*arguments, *report]) == 0
         reports[base] = json.loads(capsys.readouterr().out)
         assert json.loads((tmp_path / base / "merge_report.json").read_text()) == reports[base]
-    assert reports["dequantized"]["kl_mean"] == pytest.approx(0, abs=1e-6)
-    assert reports["dequantized"]["loss_merged"] == pytest.approx(reports["dequantized"]["loss_trained"], abs=1e-5)
-    assert reports["full"]["kl_mean"] > 1e-4  # what quantization takes away
+    exact = reports["dequantized"]["models"]
+    assert exact["merged"]["kl_mean"] == pytest.approx(0, abs=1e-6)
+    assert exact["merged"]["loss"] == pytest.approx(exact["trained"]["loss"], abs=1e-5)
+    assert reports["full"]["models"]["merged"]["kl_mean"] > 1e-4  # what quantization takes away
+
+
+def stock_losses(model: torch.nn.Module, rows: ReportRows) -> float:
+    found = []
+    for tokens, is_target in rows.rows:
+        ids = torch.from_numpy(tokens.astype("int64"))[None]
+        labels = ids.masked_fill(~torch.from_numpy(is_target)[None], -100)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        found.append(torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")[is_target[1:]])
+    return float(torch.cat(found).mean())
+
+
+def test_every_merge_reports_on_rows_that_its_run_has_kept(adapters, bases, tmp_path: Path, capsys):
+    """The losses are those of stock transformers, bitsandbytes and PEFT on these rows."""
+    adapter = adapters["llama"]
+    digest = read_report_digest(str(adapter))
+    assert digest is not None
+    kept = read_report_rows(adapter.parent / "report_rows.safetensors", digest, VOCAB)
+    assert not kept.are_held_out and 1 < len(kept.rows) <= 32
+    assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'merged'}"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["rows"] == "rows that the run was trained on" and report["num_rows"] == len(kept.rows)
+    stock = load_stock(bases["llama"], load_config([f"model.path={bases['llama']}"]).quant)
+    expected = {"base": stock_losses(stock, kept)}
+    expected["trained"] = stock_losses(peft.PeftModel.from_pretrained(stock, adapter).train(), kept)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    expected["merged"] = stock_losses(merged, kept)
+    for name, loss in expected.items():
+        assert report["models"][name]["loss"] == pytest.approx(loss, abs=1e-5), name
+    gain = expected["base"] - expected["trained"]
+    share = (expected["base"] - expected["merged"]) / gain
+    assert report["models"]["merged"]["kept"] == pytest.approx(share, abs=1e-3)
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert f"{expected['merged']:.4f}" in card and "base without the adapter" in card
+    assert "of the gain" in captured.err
+
+    assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'again'}", "report=false"]) == 0
+    assert not (tmp_path / "again" / "merge_report.json").exists()
+    assert "report=false" in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_rows_of_another_run_are_not_taken(adapters, tmp_path: Path, capsys):
+    run = shutil.copytree(adapters["llama"].parent, tmp_path / "run")
+    shutil.copy(adapters["dora"].parent / "report_rows.safetensors", run / "report_rows.safetensors")
+    with (run / "report_rows.safetensors").open("ab") as file:
+        file.write(b" ")
+    assert merge.main([f"adapter={run / 'adapter'}", f"out={tmp_path / 'merged'}"]) == 0
+    captured = capsys.readouterr()
+    assert "no report of what the result keeps" in captured.err and "report_data=FILE" in captured.err
+    assert captured.out == ""
+
+
+def test_a_merge_that_loses_what_was_learned_says_so(adapters, tmp_path: Path, capsys, monkeypatch):
+    """Rounded to the nearest, as merges were once, codes swallow the adapter."""
+    adapter = shutil.copytree(adapters["llama"].parent, tmp_path / "run") / "adapter"
+    monkeypatch.setattr(merge_weights, "round_at_random", lambda values, *about: values)
+    monkeypatch.setattr(merge_report, "ENOUGH", 2.0)
+    assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'nf4'}", "base=dequantized", "quantize=nf4"]) == 0
+    said = capsys.readouterr().err
+    assert "of what the adapter gains over its base. Try base=full" in said
 
 
 def test_code_of_the_model_itself_comes_along(adapters, bases, tmp_path: Path):

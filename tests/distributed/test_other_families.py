@@ -87,8 +87,8 @@ def test_a_merge_with_a_report(bases, few_rows: Path, tmp_path: Path, capsys: py
     report = [f"report_data={few_rows}", "report_rows=2", f"data.cache_folder={few_rows.parent}"]
     arguments = [f"adapter={tmp_path / 'run' / 'adapter'}", f"out={tmp_path / 'merged'}", "base=dequantized"]
     assert merge.main([*arguments, *report]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["loss_merged"] == pytest.approx(figures["loss_trained"], abs=1e-5)
+    models = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
+    assert models["merged"]["loss"] == pytest.approx(models["trained"]["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("family", WITHOUT_SDPA)

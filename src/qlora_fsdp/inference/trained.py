@@ -225,6 +225,12 @@ class Reference:
             self.model.freeze_start(keeps_copy=True)
 
 
+def run_folder_of(adapter: str) -> Path:
+    """The folder of the run that wrote an adapter, if the adapter is where the run or its checkpoint left it."""
+    folder = Path(adapter).expanduser().resolve().parent
+    return folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+
+
 def _find_start(adapter: str, typed: str | None, loss: PreferenceLoss) -> SavedAdapter | None:
     """The adapter that training started from: as typed, or the copy in the run's folder; None if it began anew.
 
@@ -232,9 +238,7 @@ def _find_start(adapter: str, typed: str | None, loss: PreferenceLoss) -> SavedA
         AdapterError: the adapter's folder names one that is not there, or not the one that is typed.
     """
     wanted = read_started_from(adapter)
-    folder = Path(adapter).expanduser().resolve().parent  # of the run, or of one of its checkpoints
-    run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
-    place = run_folder / START_FOLDER if typed is None else Path(typed).expanduser()
+    place = run_folder_of(adapter) / START_FOLDER if typed is None else Path(typed).expanduser()
     weights = place / ADAPTER_WEIGHTS
     if weights.is_file() and wanted in (None, digest_file(weights)):
         return SavedAdapter(place, SETTING)

@@ -15,6 +15,7 @@ wandb.json         the id that W&B knows the run by, if tracking.report_to names
 stream.jsonl       where the windows of the data begin, if data.streaming is set
 windows/           the tokenized rows of the last of these windows
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
+report_rows.safetensors  a few held-out rows, on which `merge` compares its result with what was trained
 adapter/           the result
 start_adapter/     a copy of the adapter that the run started from, if lora.start is set
 .qlora_fsdp        says that the folder is a run's (check_run_folder.py)

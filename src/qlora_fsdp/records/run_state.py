@@ -33,6 +33,7 @@ CONSOLE_FILE = "console.log"  # what the processes of a job printed
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 GENERATIONS_FILE = "generations.jsonl"
+REPORT_ROWS_FILE = "report_rows.safetensors"  # rows on which `merge` compares its result with what was trained
 STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 WINDOWS_FOLDER = "windows"  # the tokenized rows of the last of them
 BAD_STEPS_FOLDER = "bad_steps"
@@ -46,6 +47,7 @@ RECORDS = (
     LOG_FILE,
     REPORT_FILE,
     GENERATIONS_FILE,
+    REPORT_ROWS_FILE,
     BAD_STEPS_FOLDER,
     TENSORBOARD_FOLDER,
     START_FOLDER,

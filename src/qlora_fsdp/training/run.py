@@ -23,18 +23,20 @@ from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.reading.commands import saved_settings
 from qlora_fsdp.config.reading.compose import to_yaml
 from qlora_fsdp.config.recorded import plain_settings
-from qlora_fsdp.config.schema import Config, Hosts, HubConfig, Weights
+from qlora_fsdp.config.schema import Config, DataFormat, Hosts, HubConfig, Weights
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.config.world import World, round_default
 from qlora_fsdp.data.form import find_form
+from qlora_fsdp.data.report_rows import ReportRows, choose_rows, write_report_rows
+from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.settle import ModelSpec
 from qlora_fsdp.records.journal import note_missing_key
-from qlora_fsdp.records.record_files import find_holder
+from qlora_fsdp.records.record_files import find_holder, records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
-from qlora_fsdp.records.run_state import REPORT_FILE
+from qlora_fsdp.records.run_state import REPORT_FILE, REPORT_ROWS_FILE
 from qlora_fsdp.records.run_summary import RunSummary, describe_end
 from qlora_fsdp.records.upload import prepare_repo, push_result
 from qlora_fsdp.report.page import write_report
@@ -141,7 +143,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             prepared = add_reference(prepared, processes)
             serving = serving_of(prepared)
             summary.served(serving.export, serving.merge)
-            adapter_settings = _adapter_settings(prepared, config, processes)
+            adapter_settings = _adapter_settings(prepared, config, folder, processes)
             result = train_adapter(prepared, adapter_settings, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
@@ -246,9 +248,10 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
     }
 
 
-def _adapter_settings(prepared: Prepared, config: Config, processes: Processes) -> AdapterSettings:
+def _adapter_settings(prepared: Prepared, config: Config, folder: Path, processes: Processes) -> AdapterSettings:
     """What is saved with the adapter, at checkpoints and at the end: as the user gave it, not as the plan decided."""
     form = find_form(prepared.spec.data) if processes.is_main else None
+    kept = _keep_report_rows(prepared, folder) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
     text = saved_settings(
         config,
@@ -256,8 +259,31 @@ def _adapter_settings(prepared: Prepared, config: Config, processes: Processes) 
         form,
         prepared.base_layers,
         None if prepared.start is None else prepared.start.digest,
+        kept,
     )
     return AdapterSettings(text, form)
+
+
+def _keep_report_rows(prepared: Prepared, folder: Path) -> str | None:
+    """Keep rows in the run folder for `merge`, which reports on them how much of what was learned its result keeps.
+
+    Returns:
+        The SHA-256 of the file; None where there are no such rows: of classifiers, of prompts alone, of random tokens,
+        of a stream without held-out rows, or on a full disk.
+    """
+    task = prepared.spec.modules.task
+    train = prepared.data.train
+    held_out = prepared.data.eval
+    source = train if held_out is None else held_out
+    is_random = prepared.spec.data.settings.format is DataFormat.random
+    if not task.is_causal or task.writes_answers or is_random or not isinstance(source, Sequences):
+        return None
+    rows = ReportRows(choose_rows(source), are_held_out=held_out is not None)
+    if not rows.rows:
+        return None
+    digests: list[str] = []
+    records_in(folder).write(REPORT_ROWS_FILE, lambda file: digests.append(write_report_rows(rows, file)))
+    return digests[0] if digests else None
 
 
 def _check_hub(hub: HubConfig, processes: Processes) -> None:

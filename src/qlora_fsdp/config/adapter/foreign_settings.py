@@ -32,11 +32,14 @@ from qlora_fsdp.config.settings import all_settings, show
 
 REMOTE_CODE = "model.trust_remote_code"
 
-# Notes beside the settings: the form of the rows, by which prompts are written; what tells the base from others; and
-# the SHA-256 of the weights that a preference's training started from, which its loss compares with.
+# Notes beside the settings: the form of the rows, by which prompts are written; what tells the base from others; the
+# SHA-256 of the weights that a preference's training started from, which its loss compares with; and that of the rows
+# which the run has kept for the reports of merges.
 TRAINED_ON = "trained_on"
 BASE_FINGERPRINT = "base_fingerprint"
 STARTED_FROM = "started_from"
+REPORT_ROWS = "report_rows"
+NOTES = (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM, REPORT_ROWS)
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
@@ -67,7 +70,7 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
     problems: list[Problem] = []
     kept: dict[str, dict[str, Any]] = {}
     for section, names in values.items():
-        if section in (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM) and isinstance(names, str):
+        if section in NOTES and isinstance(names, str):
             continue
         if section not in {key.partition(".")[0] for key in described()} or not isinstance(names, dict):
             problems.append(_not_allowed(file, str(section), names))

@@ -167,6 +167,7 @@ def saved_settings(
     trained_on: DataFormat | None = None,
     base_fingerprint: str | None = None,
     started_from: str | None = None,
+    report_rows: str | None = None,
 ) -> str:
     """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to use it.
 
@@ -176,6 +177,7 @@ def saved_settings(
         trained_on: the form of the rows, by which prompts are written; None if it is unknown.
         base_fingerprint: fingerprint of the base's transformer layers; None for random weights.
         started_from: SHA-256 of the weights of `lora.start`; None for an adapter that began anew.
+        report_rows: SHA-256 of the file of rows that the run has kept for the reports of merges; None without one.
     """
     shown = {key: value_of(config, key) for key in foreign_settings.described() if not is_hidden(config, key)}
     values: dict[str, Any] = sections_of(shown)
@@ -204,6 +206,8 @@ def saved_settings(
         values[foreign_settings.BASE_FINGERPRINT] = base_fingerprint
     if started_from is not None and config.task.name is TaskName.preference:
         values[foreign_settings.STARTED_FROM] = started_from
+    if report_rows is not None:
+        values[foreign_settings.REPORT_ROWS] = report_rows
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
@@ -221,6 +225,11 @@ def read_started_from(adapter: str | None) -> str | None:
 def read_base_fingerprint(adapter: str | None) -> str | None:
     """Returns the fingerprint of the base that an adapter was trained on; None if its folder names none."""
     return _read_note(adapter, foreign_settings.BASE_FINGERPRINT)
+
+
+def read_report_digest(adapter: str | None) -> str | None:
+    """Returns the SHA-256 of the rows that an adapter's run has kept for reports; None if its folder names none."""
+    return _read_note(adapter, foreign_settings.REPORT_ROWS)
 
 
 def _read_note(adapter: str | None, name: str) -> str | None:

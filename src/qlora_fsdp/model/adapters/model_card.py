@@ -18,7 +18,12 @@ from typing import Any, cast
 
 import peft
 import yaml
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.hub import LOCAL_BASE
@@ -303,7 +308,7 @@ def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) 
     """
     base_model = _base(model)
     classifier = CLASSIFIERS.get(str(model.peft_config[ADAPTER].task_type))
-    auto_class = classifier or _auto_class(base_model)
+    auto_class = classifier or auto_class_of(base_model.config)
     num_tokens, num_rows = count_tokens(base_model)
     resize = RESIZE.format(num_tokens=num_tokens) if num_tokens != num_rows else ""
     usage = (CLASSIFIER_USAGE if classifier else USAGE).format(
@@ -312,10 +317,10 @@ def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) 
     return usage, _quantized_usage(model, usage, json.dumps(base))
 
 
-def _auto_class(model: PreTrainedModel) -> str:
-    """The class of transformers' that gives this model for its files: some are known as models for images alone."""
-    by_config = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
-    is_for_images = by_config is None and type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+def auto_class_of(config: PretrainedConfig) -> str:
+    """The class of transformers' that loads a model that writes text: some are known as models for images alone."""
+    by_config = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_for_images = by_config is None and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return "AutoModelForImageTextToText" if is_for_images else "AutoModelForCausalLM"
 
 

@@ -1,0 +1,317 @@
+"""What a merged model keeps of what its adapter has learned: base, adapter as trained and result on the same few rows.
+
+Base and adapter are loaded as training had them, the result by stock transformers from the files that were written, as
+any other program would load it. Of the gain in loss that the adapter makes over its base, the result keeps a share,
+which is near 1 where the merge was done well; the KL divergence says how far its predictions are from those that were
+trained, whatever the loss does.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import format_table, plural, show_bytes
+from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_report_digest
+from qlora_fsdp.config.schema import Config, QuantConfig, TaskConfig, TaskName
+from qlora_fsdp.config.specs import DataSpec, TaskSpec
+from qlora_fsdp.data.report_rows import MAX_TOKENS, ReportRows, choose_rows, read_report_rows
+from qlora_fsdp.data.run_data import prepare_data
+from qlora_fsdp.data.tokenize import TokenRow
+from qlora_fsdp.inference.trained import load_trained, run_folder_of
+from qlora_fsdp.model.adapters.model_card import auto_class_of
+from qlora_fsdp.model.assemble import AssembledModel
+from qlora_fsdp.records.run_state import REPORT_ROWS_FILE
+from qlora_fsdp.runtime.host_memory import available_bytes
+from qlora_fsdp.runtime.processes import Processes
+
+ENOUGH = 0.9  # of the gain
+MIN_GAIN = 0.01  # nats a token: of less no share is computed, as a few rows don't show it
+MAX_SECONDS = 60.0  # that the rows take in the first model; the others get the rows that were done by then
+LoadForm = Callable[[torch.dtype, torch.device], nn.Module]
+# Of 16 bits, what a base takes by whether it is in 4 and in 8 bits, with what stays in 16
+FORMAT_SHARES = {(True, False): 0.4, (False, True): 0.6, (False, False): 1.0}
+SPARE = 1.1  # of the memory of a model, for what computing takes
+NAMES = {"base": "base without the adapter", "trained": "adapter as trained"}
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """What one model predicts on the rows: means of a token, in nats.
+
+    Attributes:
+        loss: of the targets.
+        kept: the share of the gain in loss from the base to the adapter as trained; None where there is hardly a gain.
+        kl_mean: KL(trained || this model).
+        kl_max: the largest of a token.
+    """
+
+    loss: float
+    kept: float | None
+    kl_mean: float
+    kl_max: float
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What is reported of a merge, as merge_report.json has it.
+
+    Attributes:
+        rows: what the rows are: held-out rows of the run, rows that it was trained on, or a file's.
+        num_rows: how many were computed.
+        num_target_tokens: predicted tokens in them.
+        models: figures of the `base` without the adapter, of the adapter as `trained` on it, and of every form that was
+            written, by their names.
+        seconds: that the report took.
+    """
+
+    rows: str
+    num_rows: int
+    num_target_tokens: int
+    models: Mapping[str, ModelFigures]
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures by their names."""
+        return asdict(self)
+
+    @property
+    def written(self) -> dict[str, ModelFigures]:
+        """The forms that were written, without base and adapter."""
+        return {name: figures for name, figures in self.models.items() if name not in ("base", "trained")}
+
+    def table(self) -> list[dict[str, str]]:
+        """The figures as they are shown, a model a row."""
+        return [
+            {
+                "model": NAMES.get(name, name),
+                "loss": f"{figures.loss:.4f}",
+                "of the gain": "-" if figures.kept is None else f"{figures.kept:.1%}",
+                "KL a token": f"{figures.kl_mean:.5f}",
+            }
+            for name, figures in self.models.items()
+        ]
+
+
+def find_rows(
+    trained: AssembledModel, config: Config, adapter: str, path: str | None, num_rows: int, processes: Processes
+) -> tuple[ReportRows, str]:
+    """The rows of a report, and what they are.
+
+    Args:
+        trained: the model, whose tokenizer knows the new tokens.
+        config: settings of data and length, for rows of a file.
+        adapter: the adapter's folder, beside which its run has kept rows.
+        path: a file of rows; None: those of the run.
+        num_rows: how many, at most.
+        processes: one.
+
+    Raises:
+        DataError: there are none, or they can't be used.
+    """
+    vocab_size = trained.model.vocab_size
+    if path is None:
+        digest = read_report_digest(adapter)
+        if digest is None:
+            raise DataError("The adapter's run has kept no rows.")
+        kept = read_report_rows(run_folder_of(adapter) / REPORT_ROWS_FILE, digest, vocab_size)
+        what = "held-out rows of the run" if kept.are_held_out else "rows that the run was trained on"
+        return replace(kept, rows=kept.rows[:num_rows]), what
+    of_file = config.with_values({"data.path": path, "data.mix": {}, "data.max_rows": None})
+    spec = replace(
+        DataSpec.of(of_file),
+        task=TaskSpec(TaskConfig(TaskName.causal_lm)),  # the rows are text, also where the adapter learned preferences
+        packs_rows=False,
+        max_length=min(config.training.max_length, MAX_TOKENS),
+    )
+    data = prepare_data(spec, trained.tokenizer, processes, vocab_size, for_training=False).train
+    return ReportRows(choose_rows(data, num_rows), are_held_out=False), f"rows of {path}"
+
+
+def find_shortage(merged: AssembledModel, out: Path, quant: QuantConfig, device: torch.device) -> str | None:
+    """Why the models of a report can't be loaded, one after the other; None if they can.
+
+    Args:
+        merged: base and adapter on meta.
+        out: folder of the merged model's files.
+        quant: how the base was quantized in training.
+        device: where the models compute.
+    """
+    share = FORMAT_SHARES[quant.load_in_4bit, quant.load_in_8bit]
+    of_base = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in merged.files.tensors.values())
+    in_files = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    per_byte = merged.dtype.itemsize / 2  # files have 16 bits a weight as a rule
+    needed = int(max(of_base * share, in_files) * per_byte * SPARE)
+    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if needed <= free:
+        return None
+    return (
+        f"{show_bytes(needed)} of memory would be needed for it on the {device.type}, and {show_bytes(free)} are free"
+    )
+
+
+def make_report(
+    config: Config,
+    settings: BaseAndAdapterSettings,
+    rows: ReportRows,
+    what: str,
+    forms: Mapping[str, LoadForm],
+    processes: Processes,
+) -> MergeReport:
+    """Load the models one after the other and compare their predictions.
+
+    Args:
+        config: settings of the base as it was trained on.
+        settings: the adapter.
+        rows: on which they are compared.
+        what: the rows are.
+        forms: what was written, by its name: each loads it by stock libraries, in this dtype and on this device.
+        processes: one.
+    """
+    started = time.perf_counter()
+    device = processes.device
+    assembled = load_trained(config, settings, processes, generates=True)
+    wrapped = assembled.model.model
+    dtype = assembled.dtype
+    as_trained = _predict(wrapped, rows.rows, device, time.perf_counter() + MAX_SECONDS)
+    done = rows.rows[: len(as_trained)]
+    targets = [_targets_of(row) for row in done]
+    with wrapped.disable_adapter():
+        as_base = _predict(wrapped, done, device)
+    loss_base = _loss(as_base, targets)
+    loss_trained = _loss(as_trained, targets)
+    gain = loss_base - loss_trained
+
+    def compare(predicted: Sequence[Tensor]) -> ModelFigures:
+        loss = _loss(predicted, targets)
+        kept = (loss_base - loss) / gain if gain >= MIN_GAIN else None
+        divergences = _divergences(as_trained, predicted)
+        return ModelFigures(loss, kept, divergences.mean().item(), divergences.max().item())
+
+    models = {"base": compare(as_base), "trained": compare(as_trained)}
+    del assembled, wrapped, as_base
+    _free()
+    for name, load in forms.items():
+        model = load(dtype, device).eval()
+        models[name] = compare(_predict(model, done, device))
+        del model
+        _free()
+    num_targets = sum(len(each) for each in targets)
+    return MergeReport(what, len(done), num_targets, models, round(time.perf_counter() - started, 1))
+
+
+def load_stock(folder: Path, dtype: torch.dtype, device: torch.device, trusts_code: bool, **options: Any) -> nn.Module:
+    """A model as stock transformers loads it from a folder.
+
+    Args:
+        folder: of the model.
+        dtype: in which it computes.
+        device: where.
+        trusts_code: whether code that comes with the model is run.
+        options: others of `from_pretrained`.
+    """
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusts_code, **options)
+        auto_class = getattr(transformers, auto_class_of(config))
+        model: nn.Module = auto_class.from_pretrained(
+            folder, dtype=dtype, device_map={"": str(device)}, trust_remote_code=trusts_code, **options
+        )
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    return model
+
+
+def _targets_of(row: TokenRow) -> Tensor:
+    tokens, is_target = row
+    return torch.from_numpy(tokens[1:][is_target[1:]].astype("int64"))
+
+
+@torch.inference_mode()
+def _predict(
+    model: nn.Module, rows: Sequence[TokenRow], device: torch.device, deadline: float = math.inf
+) -> list[Tensor]:
+    """For each row the log-probabilities of its targets' places, float32 [num_targets, vocabulary] on the CPU.
+
+    Rows that would begin behind the deadline are left out, but for the first.
+    """
+    found: list[Tensor] = []
+    for tokens, is_target in rows:
+        if found and time.perf_counter() > deadline:
+            break
+        ids = torch.from_numpy(tokens.astype("int64"))[None].to(device)
+        mask = torch.from_numpy(is_target[1:].copy())
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        found.append(logits[mask.to(logits.device)].float().log_softmax(-1).cpu())
+    return found
+
+
+def _loss(predicted: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
+    """The mean of all targets."""
+    losses = [F.nll_loss(each, wanted, reduction="none") for each, wanted in zip(predicted, targets, strict=True)]
+    return torch.cat(losses).double().mean().item()
+
+
+def _divergences(trained: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    """KL(trained || other) of each target, float64 [num_targets]. Tables of either may be padded."""
+    found = []
+    for old, new in zip(trained, other, strict=True):
+        width = min(old.shape[-1], new.shape[-1])
+        pair = (new[:, :width].double(), old[:, :width].double())
+        found.append(F.kl_div(*pair, log_target=True, reduction="none").sum(-1))
+    return torch.cat(found)
+
+
+def _free() -> None:
+    """Let go of a model that was deleted, before the next one is loaded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def describe_report(report: MergeReport) -> str:
+    """The lines that the log has of a report."""
+    tokens = plural(report.num_target_tokens, "predicted token")
+    head = f"Report on {report.num_rows} {report.rows}, {tokens}, in {report.seconds:.0f} s:"
+    return "\n".join([head, *(f"  {line}" for line in format_table(report.table()).splitlines())])
+
+
+def advise(name: str, figures: ModelFigures, base: str, format: str | None, trained_format: str | None) -> str | None:
+    """A warning with what to do, where a merge keeps too little of the gain; None where it keeps enough.
+
+    Args:
+        name: of the form that was written.
+        figures: of it.
+        base: as the setting says, full or dequantized.
+        format: in which the form has its weights; None for the precision of the base's files.
+        trained_format: that the adapter was trained on; None for none.
+    """
+    if figures.kept is None or figures.kept >= ENOUGH:
+        return None
+    if trained_format is None:
+        fix = "The precision of the base's files has what was trained: leave quantize out."
+    elif format == trained_format and base == "full":
+        fix = f"Try base=dequantized quantize={format}, which merges into the very weights that were trained on."
+    elif format == trained_format:
+        fix = "Try base=full, whose rounding comes out otherwise, or leave quantize out."
+    else:
+        exact = "base=dequantized" if format is None else "base=dequantized, and leave quantize out"
+        fix = f"Set {exact}: that gives what was trained, in the precision of the base's files."
+        if trained_format in ("nf4", "fp4"):
+            fix += f" Or set quantize={trained_format}, the format that it was trained on."
+    return f"{name} keeps {figures.kept:.1%} of what the adapter gains over its base. {fix}"
