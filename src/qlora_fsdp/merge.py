@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from qlora_fsdp.inference.merge_report import MergeReport
     from qlora_fsdp.inference.merge_weights import Merge
+    from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
@@ -165,29 +166,42 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
 
 def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> MergeReport | str:
     """The report of a merge, or why there is none."""
-    from qlora_fsdp.inference.merge_report import find_rows, find_shortage, load_stock, make_report
+    from qlora_fsdp.inference.merge_report import (
+        find_kept_rows,
+        find_shortage,
+        load_stock,
+        make_report,
+        read_rows_of_file,
+    )
+    from qlora_fsdp.inference.trained import load_trained
 
+    assert settings.adapter is not None
     if not settings.report:
         return "report=false."
     if not config.task.is_causal:
         return "the model writes no text; qlora-fsdp evaluate has its figures."
-    assert settings.adapter is not None
-    try:
-        rows, what = find_rows(
-            merged.trained, config, settings.adapter, settings.report_data, settings.report_rows, processes
+    if settings.report_data is not None:
+        spec = DataSpec.of(
+            config.with_values({"data.path": settings.report_data, "data.mix": {}, "data.max_rows": None})
         )
-    except DataError as error:
-        if settings.report_data is not None:
-            raise
-        return f"{error} report_data=FILE names rows."
+        rows, what = read_rows_of_file(settings.report_data, settings.report_rows, spec, merged.trained, processes)
+    else:
+        try:
+            rows, what = find_kept_rows(settings.adapter, merged.trained.model.vocab_size)
+        except DataError as error:
+            return f"{error} report_data=FILE names rows."
     shortage = find_shortage(merged.trained, merged.out, config.quant, processes.device)
     if shortage is not None:
         return f"{shortage}."
 
-    def load(dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def load_as_trained() -> AssembledModel:
+        return load_trained(config, settings, processes, generates=True)
+
+    def load_merged(dtype: torch.dtype, device: torch.device) -> nn.Module:
         return load_stock(merged.out, dtype, device, config.model.trust_remote_code)
 
-    return make_report(config, settings, rows, what, {"merged": load}, processes)
+    chosen = replace(rows, rows=rows.rows[: settings.report_rows])
+    return make_report(load_as_trained, chosen, what, {"merged": load_merged}, processes.device)
 
 
 def _format_of(quant: QuantConfig) -> str | None:

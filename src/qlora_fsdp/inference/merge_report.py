@@ -25,13 +25,13 @@ from transformers.utils import logging as transformers_logging
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import format_table, plural, show_bytes
-from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_report_digest
-from qlora_fsdp.config.schema import Config, QuantConfig, TaskConfig, TaskName
+from qlora_fsdp.config.reading.commands import read_report_digest
+from qlora_fsdp.config.schema import QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.config.specs import DataSpec, TaskSpec
 from qlora_fsdp.data.report_rows import MAX_TOKENS, ReportRows, choose_rows, read_report_rows
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.tokenize import TokenRow
-from qlora_fsdp.inference.trained import load_trained, run_folder_of
+from qlora_fsdp.inference.trained import run_folder_of
 from qlora_fsdp.model.adapters.model_card import auto_class_of
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.records.run_state import REPORT_ROWS_FILE
@@ -106,38 +106,41 @@ class MergeReport:
         ]
 
 
-def find_rows(
-    trained: AssembledModel, config: Config, adapter: str, path: str | None, num_rows: int, processes: Processes
+def find_kept_rows(adapter: str, vocab_size: int) -> tuple[ReportRows, str]:
+    """The rows that an adapter's run has kept beside its folder, and what they are.
+
+    Raises:
+        DataError: there are none, or they are not those of this adapter.
+    """
+    digest = read_report_digest(adapter)
+    if digest is None:
+        raise DataError("The adapter's run has kept no rows.")
+    kept = read_report_rows(run_folder_of(adapter) / REPORT_ROWS_FILE, digest, vocab_size)
+    return kept, "held-out rows of the run" if kept.are_held_out else "rows that the run was trained on"
+
+
+def read_rows_of_file(
+    path: str, num_rows: int, spec: DataSpec, trained: AssembledModel, processes: Processes
 ) -> tuple[ReportRows, str]:
-    """The rows of a report, and what they are.
+    """The rows of a file of the user's, and what they are.
 
     Args:
+        path: the file, which `spec` names too.
+        num_rows: how many of its rows, at most.
+        spec: how it is read.
         trained: the model, whose tokenizer knows the new tokens.
-        config: settings of data and length, for rows of a file.
-        adapter: the adapter's folder, beside which its run has kept rows.
-        path: a file of rows; None: those of the run.
-        num_rows: how many, at most.
         processes: one.
 
     Raises:
-        DataError: there are none, or they can't be used.
+        DataError: the file can't be used.
     """
-    vocab_size = trained.model.vocab_size
-    if path is None:
-        digest = read_report_digest(adapter)
-        if digest is None:
-            raise DataError("The adapter's run has kept no rows.")
-        kept = read_report_rows(run_folder_of(adapter) / REPORT_ROWS_FILE, digest, vocab_size)
-        what = "held-out rows of the run" if kept.are_held_out else "rows that the run was trained on"
-        return replace(kept, rows=kept.rows[:num_rows]), what
-    of_file = config.with_values({"data.path": path, "data.mix": {}, "data.max_rows": None})
-    spec = replace(
-        DataSpec.of(of_file),
+    as_texts = replace(
+        spec,
         task=TaskSpec(TaskConfig(TaskName.causal_lm)),  # the rows are text, also where the adapter learned preferences
         packs_rows=False,
-        max_length=min(config.training.max_length, MAX_TOKENS),
+        max_length=min(spec.max_length, MAX_TOKENS),
     )
-    data = prepare_data(spec, trained.tokenizer, processes, vocab_size, for_training=False).train
+    data = prepare_data(as_texts, trained.tokenizer, processes, trained.model.vocab_size, for_training=False).train
     return ReportRows(choose_rows(data, num_rows), are_held_out=False), f"rows of {path}"
 
 
@@ -164,26 +167,23 @@ def find_shortage(merged: AssembledModel, out: Path, quant: QuantConfig, device:
 
 
 def make_report(
-    config: Config,
-    settings: BaseAndAdapterSettings,
+    load_trained: Callable[[], AssembledModel],
     rows: ReportRows,
     what: str,
     forms: Mapping[str, LoadForm],
-    processes: Processes,
+    device: torch.device,
 ) -> MergeReport:
     """Load the models one after the other and compare their predictions.
 
     Args:
-        config: settings of the base as it was trained on.
-        settings: the adapter.
+        load_trained: loads the adapter on its base as both were in training.
         rows: on which they are compared.
         what: the rows are.
         forms: what was written, by its name: each loads it by stock libraries, in this dtype and on this device.
-        processes: one.
+        device: where the models compute.
     """
     started = time.perf_counter()
-    device = processes.device
-    assembled = load_trained(config, settings, processes, generates=True)
+    assembled = load_trained()
     wrapped = assembled.model.model
     dtype = assembled.dtype
     as_trained = _predict(wrapped, rows.rows, device, time.perf_counter() + MAX_SECONDS)
