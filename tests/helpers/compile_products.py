@@ -14,8 +14,9 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qlora_fsdp.layers.decode_linear import _values
 from qlora_fsdp.layers.kernels import triton_products
+from qlora_fsdp.layers.quantized.codes import code_values
+from qlora_fsdp.layers.quantized.format import Format
 
 SIZES = ("num_rows", "width", "code_stride", "scale_stride", "split", "rank_all")
 THREE = ("num_outputs", "num_groups", "rank")
@@ -33,13 +34,14 @@ def shared_bytes(capability: int, quantization: str, rows: int) -> int:
         "BLOCKSIZE": 64,
         "KIND": {"nf4": "float"}.get(quantization, quantization),
         "WORDS": words,
-        "LOOKUP": triton_products.lookup(_values("nf4"), torch.bfloat16) if is_4bit else "",
+        "LOOKUP": triton_products.lookup(code_values(Format("nf4")), torch.bfloat16) if is_4bit else "",
         "BIAS": True,
         "RANK": 16,
         "WEIGHTS": 3,
         "GROUPED": False,
         "SUB": 64,
         "STEP": tile.step,
+        "SCALED": tile.scales_weight,
         "IS_SPLIT": True,
         "OUTPUTS": tile.outputs,
         "ROWS": tile.rows,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qlora_fsdp.layers import Format
-from qlora_fsdp.layers.decode_linear import _books, _codes, _values
 from qlora_fsdp.layers.kernels.triton_products import Tile, products, split_even_odd
+from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_codes
 from tests.helpers.quantized import make_quantized
 
 
@@ -60,12 +60,12 @@ def compare(
     b: list[Tensor] = []
     if rank:
         h = torch.randn(rows, rank * len(layers), device=device).to(dtype)
-        b = [torch.randn(num // num_experts, rank, device=device).to(dtype) for num in outputs]
+        b = [torch.randn(num, rank, device=device).to(dtype) for num in outputs]
     found = products(
         split_even_odd(x) if format.is_4bit else x,
-        [_codes(layer) for layer in layers],
-        _values(format.quant_type) if format.is_4bit else (),
-        _books(format, dtype, x.device),
+        [weight_codes(layer, layer.bias) for layer in layers],
+        code_values(format),
+        code_books(format, dtype, x.device),
         format.blocksize,
         tile,
         counts,
@@ -85,12 +85,12 @@ def compare(
             biases = layer.bias.double()
         expected = torch.empty(y.shape, dtype=torch.float64, device=device)
         first = 0
+        low = lows[number]
         for expert, last in enumerate([rows] if ends is None else ends.tolist()):
             some = slice(first, last)
             expected[some] = F.linear(x[some].double(), by_expert[expert], biases.view(num_experts, -1)[expert])
+            if low is not None:
+                expected[some] += low[some] @ b[number].double().view(num_experts, -1, rank)[expert].t()
             first = last
-        low = lows[number]
-        if low is not None:
-            expected += low @ b[number].double().t()
         errors.append(float((y.double() - expected).norm() / expected.norm()))
     return max(errors)

@@ -27,16 +27,19 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
+from qlora_fsdp.layers.experts.decode import DecodeExperts, why_not_coded
+from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names
 from qlora_fsdp.layers.kernels.launch import has_tensor_cores
 from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraLinear, LoraPart, OutputsOfInput, active_part
 from qlora_fsdp.layers.mlp import GatedMlp
-from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
+from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_codes
+from qlora_fsdp.layers.quantized.format import dynamic_map
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, own_rows, unflatten
 from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
 from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
 if TYPE_CHECKING:
-    from qlora_fsdp.layers.kernels.triton_products import Tile, WeightCodes
+    from qlora_fsdp.layers.kernels.triton_products import Tile
 
 # Up to this many rows bitsandbytes' kernel may multiply the codes: its own bound, below which its kernel is faster
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).
@@ -149,9 +152,9 @@ class DecodeGroup:
             h_NR = _low_rank(x_NI, a_RI)
         return triton_products.products(
             x_NI,
-            [_codes(layer) for layer in layers],
-            _values(format.quant_type) if format.is_4bit else (),
-            _books(format, x_NI.dtype, x_NI.device),
+            [weight_codes(layer, layer.bias) for layer in layers],
+            code_values(format),
+            code_books(format, x_NI.dtype, x_NI.device),
             format.blocksize,
             tile,
             self.counts,
@@ -240,37 +243,6 @@ def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | Non
     )
 
 
-def _codes(layer: QuantizedLinear) -> WeightCodes:
-    """A layer's weight as our kernel reads it."""
-    from qlora_fsdp.layers.kernels.triton_products import WeightCodes
-
-    format = layer.format
-    codes = layer.codes.detach()
-    scales = layer.scales.detach()
-    if not format.is_4bit:
-        return WeightCodes(codes.view(torch.int8), scales, None, layer.bias)
-    nested: Tensor | None = None
-    if format.double_quant:
-        scales = scales.view(torch.uint8)
-        nested = layer.nested_scales
-    return WeightCodes(codes.view(torch.uint8), scales, nested, layer.bias)
-
-
-@cache
-def _values(quant_type: str) -> tuple[float, ...]:
-    """The values of the 16 codes."""
-    return tuple(code_book(quant_type, torch.device("cpu")).tolist())
-
-
-@cache
-def _books(format: Format, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What our kernel reads of the values of codes, and of quantized scales: float32 [16] and [256]."""
-    from qlora_fsdp.layers.kernels.triton_products import scaled
-
-    values = scaled(_values(format.quant_type), dtype) if format.is_4bit else (0.0,) * 16
-    return torch.tensor(values, dtype=torch.float32).to(device), dynamic_map(device)
-
-
 def in_branches(computations: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
     """The results of computations that do not need one another.
 
@@ -348,6 +320,27 @@ def _adapted_children(parent: nn.Module) -> dict[str, LoraPart]:
     return parts
 
 
+def find_experts(model: nn.Module) -> dict[nn.Module, DecodeExperts]:
+    """What computes the quantized experts of a model, by the modules that are called for them.
+
+    Sharded ones are left out: each rank has some of them (sharding/by_rows.py).
+    """
+    found: dict[nn.Module, DecodeExperts] = {}
+    inner: set[nn.Module] = set()
+    for module in model.modules():  # an adapter comes before what it adapts
+        if module in inner:
+            continue
+        experts = module.get_base_layer() if isinstance(module, ExpertLora) else module
+        names = expert_weight_names(experts)
+        if not names or why_not_coded(experts) is not None:
+            continue
+        inner.update(module.modules())
+        weight = getattr(experts, names[0])
+        if shard_group(weight.codes) is None:
+            found[module] = DecodeExperts(experts, module.adapters() if isinstance(module, ExpertLora) else {})
+    return found
+
+
 class DecodeLayers:
     """All quantized layers of a model, as they compute while text is generated.
 
@@ -371,6 +364,7 @@ class DecodeLayers:
             if isinstance(module, QuantizedLinear) and module not in adapted:
                 self.forwards[module] = DecodeLinear(DecodeGroup([module]))
         self.groups = [forward.group for forward in self.forwards.values() if forward.number == 0]
+        self.experts = find_experts(model)
 
     def _find_adapted(self, parent: nn.Module) -> None:
         """The children of a module that have adapters, those with the same input together."""
@@ -387,6 +381,8 @@ class DecodeLayers:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the adapters as they are now, many with one kernel."""
+        for experts in self.experts.values():
+            experts.refresh()
         parts: list[LoraPart] = []
         a: list[Tensor] = []
         b: list[Tensor] = []
@@ -407,7 +403,7 @@ class DecodeLayers:
     def in_use(self) -> Iterator[None]:
         """While it lasts, the layers compute so, with the adapters as they were when it began."""
         self.refresh()
-        forwards: dict[nn.Module, Callable[..., Tensor]] = {**self.forwards}
+        forwards: dict[nn.Module, Callable[..., Tensor]] = {**self.forwards, **self.experts}
         forwards |= {module: mlp.plain for module, mlp in self.mlps.items()}
         with replaced((module, "forward", forward) for module, forward in forwards.items()):
             try:

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter
+from qlora_fsdp.layers.experts.decode import DecodeExperts, why_not_coded
 from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names, experts_forward
 from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized.linear import fill_parts, own_parts
@@ -291,6 +292,9 @@ class OwnExperts:
             if isinstance(weight, QuantizedExpertWeight):
                 self.own._modules[name] = self._own_weight(weight)
         self.own_adapters = {name: self._own_adapter(adapter) for name, adapter in adapters.items()}
+        self.decode: DecodeExperts | None = None
+        if why_not_coded(self.own) is None:
+            self.decode = DecodeExperts(self.own, self.own_adapters)
 
     def _own_weight(self, weight: QuantizedExpertWeight) -> QuantizedExpertWeight:
         format, parts = own_parts(weight)
@@ -316,15 +320,20 @@ class OwnExperts:
             whole = gather_whole(adapter.lora_b.weight, own.device)  # of each rank of the adapter, expert by expert
             some = whole.unflatten(1, (-1, self.num_all))[:, :, self.first : self.first + self.num]
             own.data.copy_(some.flatten(1))
+        if self.decode is not None:
+            self.decode.refresh()
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x_TH, each token's experts [T, K] and their weights [T, K] -> y_TH, of all ranks' experts."""
         index = top_k_index - self.first
         is_own = (index >= 0) & (index < self.num)
-        # What other ranks have goes to an expert of this one, and adds nothing.
-        index = index.where(is_own, 0)
+        # What other ranks have goes to any expert of this one, and adds nothing.
+        index = index.where(is_own, top_k_index % self.num)
         weights = top_k_weights.where(is_own, 0)
-        y_TH = experts_forward(self.own, hidden_states, index, weights, self.own_adapters)
+        if self.decode is not None:
+            y_TH = self.decode(hidden_states, index, weights)
+        else:
+            y_TH = experts_forward(self.own, hidden_states, index, weights, self.own_adapters)
         dist.all_reduce(y_TH, group=self.group)
         return y_TH
 

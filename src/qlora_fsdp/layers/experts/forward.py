@@ -257,7 +257,7 @@ class _Down(torch.autograd.Function):
         input_SI = with_low_rank(act_SI, low_SR)
         y_TH = combine(product(input_SI, experts.down, experts.down_b, experts.is_transposed, rows), rows)
         if experts.down_bias is not None:
-            y_TH += _spread(w_TK, index_TK, experts.num_experts).to(y_TH.dtype) @ experts.down_bias
+            y_TH += spread_weights(w_TK, index_TK, experts.num_experts).to(y_TH.dtype) @ experts.down_bias
             ctx.index_TK = index_TK
             ctx.weights_dtype = w_TK.dtype
         # Not with save_for_backward: it would be the last saved tensor, and the product above computed again.
@@ -285,7 +285,7 @@ class _Down(torch.autograd.Function):
         return grad_act_SI, grad_low_SR, grad_w_TK, None, None, *of_down
 
 
-def _spread(w_TK: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
+def spread_weights(w_TK: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
     """The routing weights as a matrix [T, E] that is zero for experts a token does not have."""
     return w_TK.new_zeros(w_TK.shape[0], num_experts).scatter_add_(1, index_TK, w_TK)
 

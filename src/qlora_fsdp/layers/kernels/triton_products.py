@@ -45,6 +45,7 @@ INT8_FACTOR = 127.0  # a row's largest magnitude stands for this code
 MAX_ROWS = 256
 MAX_NESTED_ROWS = 128
 MAX_SPLIT = 4
+MAX_EXPERT_ROWS = 32  # of an expert, on average: up to which products of experts were measured
 
 
 class Tile(NamedTuple):
@@ -124,6 +125,33 @@ def best_tile(
     num_steps = width // (sub * step)
     split = max(1, min(MAX_SPLIT, wanted // num_programs, num_steps // 2))
     return Tile(tile_outputs, tile_rows, step, split, tile_outputs // 16, num_stages)
+
+
+def best_expert_tile(width: int, rows: int, num_experts: int, blocksize: int, is_4bit: bool) -> Tile | None:
+    """The tile for products of experts, by what benchmarks/products.py has measured on an H100.
+
+    An expert with more rows than a tile has reads its codes again for the next ones. With twice as many rows as experts
+    have on average, that is rare.
+
+    Args:
+        width: columns of a weight.
+        rows: of x, of all experts.
+        num_experts: of a layer.
+        blocksize: columns that share a scale; of 4-bit codes.
+        is_4bit: or int8.
+
+    Returns:
+        None if the width can't be divided, or if the weight is better dequantized for so many rows.
+    """
+    sub = _columns(blocksize, is_4bit)
+    if width % sub or rows > MAX_EXPERT_ROWS * num_experts:
+        return None
+    if rows <= 8 * num_experts:
+        has_step = is_4bit and width % (4 * sub) == 0
+        return Tile(32, 16, 4, 1, 2, 3) if has_step else Tile(32, 16, 1, 1, 2, 5)
+    if rows <= 16 * num_experts:
+        return Tile(64, 32, 1, 1, 4, 5)
+    return Tile(64, 64, 1, 1, 4, 5)
 
 
 def max_tiles(outputs: Sequence[int]) -> int:
@@ -338,6 +366,7 @@ def _products_kernel(
         codes += before * code_stride
         scales += before * scale_stride
         bias += before
+        b += before * rank
         block_offset = before * (width // BLOCKSIZE)
     else:
         row = tl.program_id(0) * ROWS
@@ -426,7 +455,7 @@ def products(
         tile: divides the work.
         counts: int32 zeros, one at least for each tile of the outputs; zeros again afterwards.
         h_NR: x A^T of all adapters side by side, in the dtype of x.
-        b: B [O, R] of each adapter, in the dtype of x.
+        b: B [O, R] of each adapter, in the dtype of x; with `ends` those of all experts, one below another.
         ends: int32 [E], one past each expert's last row, which are sorted by expert.
         interprets: whether Triton's interpreter runs the kernel.
     """

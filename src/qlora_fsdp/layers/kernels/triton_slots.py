@@ -13,7 +13,6 @@ joins them.
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -230,4 +229,4 @@ def best_parts(num_programs: int, num_keys: int, device: torch.device) -> int:
         return 1
     wanted = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count // num_programs
     found = min(MAX_PARTS, max(1, wanted), max(1, num_keys // PART_KEYS))
-    return 2 ** int(math.log2(found))
+    return 1 << (found.bit_length() - 1)
