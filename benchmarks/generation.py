@@ -40,6 +40,7 @@ from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.inference.completions import make_completer
 from qlora_fsdp.inference.trained import WHOLE_SHARE, load_trained
+from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import run_command
@@ -104,10 +105,13 @@ def write_rows(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def write_adapter(checkpoint: Path, folder: Path) -> None:
-    """A random LoRA adapter of all linear layers, as PEFT saves it."""
+    """A random LoRA adapter of all linear layers and of all experts, as PEFT saves it."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     settings = peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
+    if any(expert_weight_names(module) for module in base.modules()):
+        settings.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
+        settings.target_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
     shapes = peft.get_peft_model_state_dict(peft.get_peft_model(base, settings), save_embedding_layers=False)
     settings.base_model_name_or_path, settings.inference_mode = str(checkpoint), True
     settings.save_pretrained(str(folder))

@@ -55,7 +55,10 @@ def write_model(config: PretrainedConfig, base: Path) -> int:
     files: dict[str, dict[str, list[int]]] = {}
     for name, tensor in model.state_dict().items():
         layer = re.search(r"layers\.(\d+)\.", name)
-        files.setdefault(f"model-{layer[1] if layer else 'ends'}.safetensors", {}).update(stored(name, tensor.shape))
+        tensors = stored(name, tensor.shape)
+        if config.model_type == "gpt_oss":  # whose experts are fused on the hub too
+            tensors = iter([(name, list(tensor.shape))])
+        files.setdefault(f"model-{layer[1] if layer else 'ends'}.safetensors", {}).update(tensors)
     for file, shapes in files.items():
         write_hole(base / file, shapes)
     weight_map = {name: file for file, shapes in files.items() for name in shapes}

@@ -28,11 +28,14 @@ from unittest.mock import patch
 
 import torch
 from generation import device_name, random_words, timed, write_adapter
+from load_experts import write_model
+from make_checkpoint import SHAPES
 from make_checkpoint import main as make_checkpoint
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
+from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.decoding import sampling
 from qlora_fsdp.decoding.completer import Request
@@ -42,7 +45,9 @@ from qlora_fsdp.inference.trained import load_trained
 from qlora_fsdp.layers import decode_linear
 from qlora_fsdp.layers.attention import slots
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.layers.quantized.linear import QuantizedLinear
+from qlora_fsdp.layers.experts.decode import CodedWeight
+from qlora_fsdp.layers.quantized.stored_weight import StoredWeight
+from qlora_fsdp.model.find import make_config
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import run_command
 
@@ -52,7 +57,8 @@ COMPARED_TOKENS = (4, 16, 32, 64, 128)
 def main() -> None:
     """Measure both ways in turn; print a table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["tiny", "1b", "8b", "70b"], default="8b")
+    parser.add_argument("--shape", default="8b", help="tiny, 1b, 8b, 70b, or a preset of conf/model")
+    parser.add_argument("--layers", type=int, help="fewer than a preset has")
     parser.add_argument("--prompts", default="1,8,64,256", help="numbers of prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -101,13 +107,26 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, adapter = Path(scratch) / "base", Path(scratch) / "adapter"
-        make_checkpoint(args.shape, checkpoint, sparse=True)
+        if args.shape in SHAPES:
+            make_checkpoint(args.shape, checkpoint, sparse=True)
+        else:
+            write_preset(args.shape, checkpoint, args.layers)
         write_adapter(checkpoint, adapter)
-        overrides = [f"adapter={adapter}", f"model.path={checkpoint}"]
+        overrides = [f"adapter={adapter}", f"model.path={checkpoint}", "model.weights=random"]
         assert run_command(overrides, GenerateSettings, "", body, optional=["data.path"]) == 0
     args.out.write_text(
         json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
     )
+
+
+def write_preset(name: str, base: Path, num_layers: int | None) -> None:
+    """A model folder of a preset's shape, of whose weights nothing is read."""
+    preset = load_config([f"model={name}", "data=random"]).model
+    config = make_config(preset.config, name)
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        config.layer_types = None
+    write_model(config, base)
 
 
 @contextmanager
@@ -116,6 +135,7 @@ def computed(name: str) -> Iterator[None]:
     with ExitStack() as patches:
         if name == "dequantized":
             patches.enter_context(patch.object(decode_linear, "products_tile", lambda layers, x: None))
+            patches.enter_context(patch.object(CodedWeight, "tile", lambda weight, num_rows: None))
         if name != "all":
             for module in (slots, sampling):
                 patches.enter_context(patch.object(module, "has_tensor_cores", lambda device: False))
@@ -148,10 +168,10 @@ def list_kernels(
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Random weights, quantized or not, in place of the zeros of a sparse checkpoint."""
+    """Random weights, quantized or not, of one scale in place of what the model was made with."""
     torch.manual_seed(0)
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, StoredWeight):
             module.codes.view(torch.uint8).random_()
             if module.format.double_quant:
                 module.scales.view(torch.uint8).random_()
