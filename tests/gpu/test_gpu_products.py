@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.decode_linear import DecodeGroup, DecodeLayers, products_tile
-from qlora_fsdp.layers.kernels.triton_products import Tile, best_tile
+from qlora_fsdp.layers.kernels.triton_products import Tile, best_tile, many_rows_tile
 from qlora_fsdp.layers.quantized.format import Format
 from tests.helpers.fused import make_parts
 from tests.helpers.products import compare, sorted_rows
@@ -149,3 +149,15 @@ def test_layers_without_adapters() -> None:
         with DecodeLayers(model).in_use():
             found = model(x)
     assert (found - expected).double().norm() < 5e-3 * expected.double().norm()
+
+
+@pytest.mark.parametrize("rows", [129, 200, 256])
+@pytest.mark.parametrize("format", [Format("nf4", True), Format("fp4"), Format("nf4", True, 128)], ids=str)
+def test_many_rows_of_wide_weights(format: Format, rows: int) -> None:
+    """All rows are one tile, and the weight is multiplied with its scales, which rounds it."""
+    tile = many_rows_tile(16_384, 1536, format.blocksize)
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the rule is for Hopper")
+    assert tile is not None and tile.rows == 256
+    found = compare(format, [9000, 7384], 1536, rows, tile, True, 20, device="cuda", dtype=torch.bfloat16)
+    assert found < 3.5e-3

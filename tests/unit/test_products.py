@@ -93,6 +93,7 @@ def test_products_of_two_weights_with_biases_and_adapters(quant_type: str, doubl
         (Format("nf4", False, 256), [48], 512, 40, Tile(32, 32, 2, 1, 4, 3)),
         (Format("nf4", False, 32), [48], 96, 3, Tile(32, 16, 1, 1, 4, 3)),
         (Format("int8"), [48, 32], 192, 19, Tile(32, 16, 1, 2, 4, 3)),
+        (Format("nf4", True), [96, 40], 256, 40, Tile(64, 64, 1, 1, 4, 3, scales_weight=True)),
     ],
     ids=str,
 )
@@ -104,7 +105,8 @@ def test_products_of_other_formats(format: Format, outputs: list[int], width: in
 def test_products_of_experts_with_their_rows() -> None:
     """One expert has no rows, and one more than a tile."""
     ends = sorted_rows([3, 0, 27, 10])
-    assert compare(Format("nf4", True), [4 * 48], 256, 40, Tile(32, 16, 4, 1, 4, 3), True, 0, ends) < 1e-5
+    for rank in (0, 20):
+        assert compare(Format("nf4", True), [4 * 48], 256, 40, Tile(32, 16, 4, 1, 4, 3), True, rank, ends) < 1e-5
 
 
 @pytest.mark.parametrize("width", [64, 192, 576, 4096, 14336])

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
@@ -35,7 +37,7 @@ from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_codes
 from qlora_fsdp.layers.quantized.format import dynamic_map
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, own_rows, unflatten
-from qlora_fsdp.layers.quantized.matmul import Addend, DequantizedMatmul
+from qlora_fsdp.layers.quantized.matmul import Addend
 from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
 if TYPE_CHECKING:
@@ -55,7 +57,6 @@ REFRESHED = 64  # adapters that are copied at a time; scaled float32 copies of t
 # microseconds of an H100 for one row and a weight of 4096 x 4096, where ours takes 12.6 with the order of x, and 12.7
 # for two rows, where bitsandbytes' takes 15.3 (benchmarks/products.py).
 SMALL_PRODUCT = 24e6
-_dequantized = DequantizedMatmul()
 
 
 class DecodeGroup:
@@ -188,7 +189,18 @@ def _output(layer: QuantizedLinear, x_NI: Tensor, addend: Addend | None = None) 
     if multiplies_codes(layer, x_NI):
         y_NO = product_with_codes(layer, x_NI)
         return y_NO if addend is None else addend.add_to(y_NO)
-    return _dequantized.outputs(x_NI, [layer], None if addend is None else [addend])[0]
+    weight = _dequantized_weight(layer)
+    if addend is None:
+        return F.linear(x_NI, weight, layer.bias)
+    return addend.alone(layer.bias).addmm_(x_NI, weight.t())
+
+
+def _dequantized_weight(layer: QuantizedLinear) -> Tensor:
+    """W_OI in the compute dtype. On a GPU one kernel makes it, with quantized scales too, as no step can hide three."""
+    if layer.reader is not None or not layer.codes.is_cuda:
+        return layer.weight
+    format = replace(layer.format, dequantizer="triton")
+    return format.dequantize(layer.named_parts(), layer.out_features, layer.in_features, layer.compute_dtype)
 
 
 def _outputs_of_few_rows(
@@ -230,10 +242,14 @@ def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | Non
             return None
     from qlora_fsdp.layers.kernels import triton_products
 
-    max_rows = triton_products.MAX_NESTED_ROWS if first.format.double_quant else triton_products.MAX_ROWS
-    if num_rows > max_rows:
+    if num_rows > triton_products.MAX_ROWS:
         return None
     num_outputs = sum(layer.out_features for layer in layers)
+    if num_rows > triton_products.MAX_NESTED_ROWS and first.format.is_4bit:
+        is_hopper = torch.cuda.get_device_capability(x_NI.device) >= (9, 0)
+        tile = triton_products.many_rows_tile(num_outputs, first.in_features, first.blocksize) if is_hopper else None
+        if tile is not None or first.format.double_quant:
+            return tile
     is_small = num_rows * num_outputs * first.in_features < SMALL_PRODUCT
     if is_small and num_rows <= FEW_ROWS and all(has_whole_blocks(layer) for layer in layers):
         return None
