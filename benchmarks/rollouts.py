@@ -125,7 +125,8 @@ def write_preset(name: str, base: Path, num_layers: int | None) -> None:
     config = make_config(preset.config, name)
     if num_layers is not None:
         config.num_hidden_layers = num_layers
-        config.layer_types = None
+        if hasattr(config, "layer_types"):
+            config.layer_types = config.layer_types[:num_layers]
     write_model(config, base)
 
 
