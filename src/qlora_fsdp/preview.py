@@ -44,15 +44,19 @@ usage: qlora-fsdp preview model=NAME|model.tokenizer_path=FOLDER data.path=FILE 
 
   rows=3      this many rows, from row first=1 on; of a mix, of each data set
   color=auto  auto: colours on a terminal; always; never: what is trained on stands between [[ and ]]
+  reference=COLUMN  of task=grpo: a column with an answer, whose rewards are shown (default: completion, solution or
+                    answer, the first that a row has). Functions run as in training
 
 Every other setting is one of training's: preview takes the command line of the run to come.
 
 examples:
   qlora-fsdp preview model=llama3-8b data.path=chats.jsonl
   qlora-fsdp preview model.path=/models/my-llama data.path=chats.jsonl data.chat_template=chatml rows=10
+  qlora-fsdp preview task=grpo model=qwen3-8b data.path=questions.jsonl 'reward.functions=[rewards.py:correct]'
 """
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys, but for tabs and line breaks
+REFERENCES = ("completion", "solution", "answer")  # columns that may hold an answer to a prompt
 NUM_BINS = 12
 BAR_WIDTH = 40
 EXAMPLE_TOKENS, EXAMPLE_LETTERS = 20, 100  # of a row that cleaning has found, around where its answer begins
@@ -65,6 +69,7 @@ class PreviewSettings(CommandSettings):
     rows: int = 3
     first: int = 1
     color: str = "auto"
+    reference: str | None = None
 
 
 def preview(settings: PreviewSettings, config: Config, processes: Processes) -> None:
@@ -75,8 +80,12 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
             problems.append(Problem(f"{name}={value}", f"must be at least {least}.", f"Set {name}={example}."))
     if settings.color not in ("auto", "always", "never"):
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
+    if settings.reference is not None and not config.task.writes_answers:
+        reason = "has no effect: answers are rewarded with task=grpo alone."
+        problems.append(Problem(f"reference={settings.reference}", reason, "Leave it out."))
     refuse(problems)
     with quick_imports():
+        from qlora_fsdp.data.questions import prepare_questions
         from qlora_fsdp.data.run_data import PreparedData, prepare_data
         from qlora_fsdp.data.split import BatchSplit
         from qlora_fsdp.data.streams.stream import open_stream
@@ -89,23 +98,27 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         streamed = open_stream(spec, tokenizer, BatchSplit(1, 1, 1, 1, 1), processes, None, 0, len(tokenizer))
         data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
     else:
-        data = prepare_data(spec, tokenizer, processes, len(tokenizer))
+        prepare_rows = prepare_questions if spec.task.writes_answers else prepare_data
+        data = prepare_rows(spec, tokenizer, processes, len(tokenizer))
     if not processes.is_main:
         return
     model_folder = Path(config.model.path or "").expanduser()
     with suppress(CheckpointError):  # a tokenizer is enough here
         notes = []
-        if config.model.path:
+        if config.model.path and not spec.task.writes_answers:
             modules_to_save = config.lora.modules_to_save or []
             tensors = read_headers(model_folder)
             notes = check_chat_rows(tensors, tokenizer, spec, config.tokenizer, modules_to_save)
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
-    is_unpacked = not config.training.packing
+    is_unpacked = not config.training.packing and not spec.task.writes_answers
     bad_rows = [bad for source in data.report.sources for bad in source.problems]
     row_word = "used row" if any(bad.num_kept < bad.num_rows for bad in bad_rows) else "row"
+    rows = _rows(data.train, tokenizer, settings, spec, colored, row_word)
+    if spec.task.writes_answers:
+        rows = _prompts(data.train, tokenizer, settings, config)
     shown: tuple[Iterable[str], ...] = (
-        _rows(data.train, tokenizer, settings, spec, colored, row_word),
+        rows,
         _figures(data, spec, config.distributed.num_slices, is_unpacked),
         _cleaned(data, tokenizer),
     )
@@ -153,6 +166,51 @@ def _rows(
             edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
             texts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
             yield "".join(_mark(str(text), trained, colored) for text, trained in texts)
+
+
+def _prompts(
+    data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, config: Config
+) -> Iterator[str]:
+    """Prompts as the model gets them, their columns, and what functions give the answers that a column holds.
+
+    Raises:
+        RewardError: a function can't be used, or has failed.
+    """
+    from qlora_fsdp.data.questions import question_of
+    from qlora_fsdp.training.rewards.functions import AnsweredQuestion, RewardFunctions
+
+    first = settings.first - 1
+    questions = [question_of(data, index) for index in range(first, min(first + settings.rows, len(data)))]
+    for question in questions:
+        yield printable(f"--- {question.place}: a prompt of {len(question.tokens)} tokens")
+        yield _mark(str(tokenizer.decode(question.tokens)), False, False)
+        for name, value in question.columns.items():
+            yield printable(f"{name}: {value}")
+    if not config.reward.functions:
+        yield "--- No rewards are shown: reward.functions names no function."
+        return
+    names = REFERENCES if settings.reference is None else (settings.reference,)
+    held = []
+    for question in questions:
+        name = next((name for name in names if name in question.columns), None)
+        if name is not None:
+            held.append((question, name))
+    if not held:
+        yield f"--- No rewards are shown: no row has a column {' or '.join(names)}; reference=COLUMN names another one."
+        return
+    answers = []
+    for question, name in held:
+        text = str(question.columns[name])
+        answers.append(AnsweredQuestion(question, tokenizer.encode(text, add_special_tokens=False), text))
+    functions = RewardFunctions(config.reward, config.rollout.max_completion_length)
+    try:
+        found = functions.reward(answers, {"global_step": 0, "max_steps": 0})
+    finally:
+        functions.close()
+    yield "--- rewards of the answers in the data"
+    for (question, name), given in zip(held, found.by_function.tolist(), strict=True):
+        told = ", ".join(f"{each} {value:g}" for each, value in zip(functions.names, given, strict=True))
+        yield printable(f"{question.place}, {name}: {told}")
 
 
 def _mark(text: str, is_target: bool, colored: bool) -> str:

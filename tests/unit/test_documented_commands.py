@@ -80,10 +80,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in names | {"held_out.jsonl"}:
         (folder / name.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (folder / name.lstrip("/")).write_text(row)
-    for run in ("run", "first", "sft"):
+    for run, task in {"run": "causal_lm", "first": "causal_lm", "sft": "causal_lm", "grpo": "grpo"}.items():
         adapter = folder / "outputs" / run / "adapter"
         adapter.mkdir(parents=True)
-        (adapter / SETTINGS_FILE).write_text(saved_settings(load_config(["model=tiny", "data=random"])))
+        (adapter / SETTINGS_FILE).write_text(saved_settings(load_config(["model=tiny", "data=random", f"task={task}"])))
         (adapter / "adapter_config.json").write_text(json.dumps(SAVED))
         save_file({}, adapter / "adapter_model.safetensors")
     (folder / "qwen3").mkdir()

@@ -269,3 +269,30 @@ def test_a_system_prompt_that_is_written_nowhere_is_told(tmp_path: Path):
         assert len(notes) == (row is texts)
         assert not notes or f"the first row of {path} is none: its form is prompt_completion" in notes[0]
         assert check_system_prompt(DataSpec.of(replace(config, data=replace(config.data, system_prompt=None)))) == []
+
+
+def test_prompts_with_their_columns_and_rewards_of_reference_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        {"prompt": "2 + 2 = ", "answer": "4"},
+        {"prompt": [{"role": "user", "content": "3 + 4?"}], "solution": "7", "answer": "seven"},
+        {"prompt": "9 + 1 = "},
+    ]
+    file = write_lines(tmp_path / "questions.jsonl", rows)
+    base = ["task=grpo", "model=tiny", "model.tokenizer_path=bytes", f"data.path={file}", "data.chat_template=chatml"]
+    rewarded = [*base, "reward.functions=[exact_match,soft_overlong]"]
+    assert preview.main(rewarded) == 0
+    out = capsys.readouterr().out
+    assert "--- questions.jsonl:1: a prompt of 9 tokens\n<bos>2 + 2 = \nanswer: 4\n" in out
+    assert "<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n\nsolution: 7\nanswer: seven\n" in out
+    assert "questions.jsonl:1, answer: exact_match 1, soft_overlong 0\n" in out
+    assert "questions.jsonl:2, solution: exact_match 0, soft_overlong 0\n" in out
+    assert "training: 3 prompts" in out and "qlora-fsdp train task=grpo" in out
+    assert preview.main([*rewarded, "reference=answer", "first=2", "rows=1"]) == 0
+    assert "questions.jsonl:2, answer: exact_match 1, soft_overlong 0\n" in capsys.readouterr().out
+    for more, told in (([], "reward.functions names no function"), (rewarded[5:], "no row has a column other")):
+        assert preview.main([*base, "reference=other", *more]) == 0
+        assert f"--- No rewards are shown: {told}" in capsys.readouterr().out
+    assert preview.main([*base[1:], "reference=other"]) == 2
+    assert "reference=other has no effect" in capsys.readouterr().err

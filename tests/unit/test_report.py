@@ -317,3 +317,34 @@ def test_a_report_tells_how_often_the_rows_of_a_mix_were_seen(tmp_path: Path):
     make_run(tmp_path / "run", 8, {"status": "finished", "mix": often}, num_steps=20)
     write_report([tmp_path / "run"])
     assert "a.jsonl: 7 rows 1.86 times; b.jsonl: 40 rows once" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_run_on_its_own_answers_has_curves_and_answers_with_rewards(tmp_path: Path):
+    figures = {"reward": 0.25, "rewards/correct/mean": 0.5, "rewards/brief/mean": 0.125, "kl": 0.01, "entropy": 1.5}
+    figures |= {"completions/mean_length": 40.0, "sampling/sampling_logp_difference/mean": 0.001}
+    lines = [{"step": n, "loss": 0.1, **figures} for n in range(1, 4)]
+    held_out = {"step": 3, "eval_loss": -0.25, "eval_reward": 0.25, "eval_pass@1": 0.125, "eval_pass@8": 0.5}
+    write_lines(tmp_path / "metrics.jsonl", [*lines, held_out])
+    answers = [
+        {"step": n, "prompt": f"<{n}>", "completion": f"answer {n}", "reference": "4", "rewards": f"{n} (correct {n})"}
+        for n in range(1, 4)
+    ]
+    write_lines(tmp_path / "generations.jsonl", answers)
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("task:\n  name: grpo\n")
+    write_report([tmp_path])
+    text = (tmp_path / "report.html").read_text()
+    titles = (
+        "Rewards, mean over the answers of a step",
+        "Divergence from the reference",
+        "Entropy",
+        "Tokens of an answer",
+    )
+    titles += ("Log-probabilities of slots and training apart, mean", "Held-out prompts: reward", "pass@1", "pass@8")
+    for title in titles:
+        assert title in text
+    for name, value in (("all, weighed", "0.25"), ("correct", "0.5"), ("brief", "0.125")):
+        assert f"{name}, {value} at the end" in text
+    for n in (1, 3):
+        assert f"<td>&lt;{n}&gt;</td><td>answer {n}</td><td>{n} (correct {n})</td><td>4</td>" in text
+    assert "answer 2" not in text

@@ -177,22 +177,30 @@ def test_mlflow_and_trackio_get_the_figures(tmp_path: Path, monkeypatch: pytest.
         return lambda *args, **options: (told.append((name, args, options)), result)[1]
 
     started = SimpleNamespace(info=SimpleNamespace(run_id="id"))
-    names = ("set_experiment", "log_params", "log_metrics", "log_artifacts", "end_run")
+    names = ("set_experiment", "log_params", "log_metrics", "log_table", "log_artifacts", "end_run")
     mlflow = SimpleNamespace(**{name: note(name) for name in names}, start_run=note("start_run", started))
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     run = SimpleNamespace(log=note("trackio.log"), finish=note("finish"))
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=note("init", run)))  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules, "trackio", SimpleNamespace(init=note("init", run), Table=lambda dataframe: dataframe)
+    )  # type: ignore[arg-type]
     settings = ["tracking.report_to=[mlflow,trackio]", "tracking.log_adapter=true", "run.name=mine"]
     for first_step, summary in ((0, {}), (7, {"status": "finished"})):
         journal = Journal(tmp_path, TrackingSpec.of(load_config(settings)), 10, is_main=True, first_step=first_step)
         journal.evaluation(8, 1.5, {}, 0.1)
+        journal.generations(8, [{**ROW, "rewards": "1 (correct 1)"}])
+        journal.evaluation(9, 1.5, {"pass@1": 0.5}, 0.1)
         journal.close(summary)
     by_name = {name: [(args, options) for each, args, options in told if each == name] for name, _, _ in told}
     assert [options["run_id"] for _, options in by_name["start_run"]] == [None, "id"], "the same run"
     assert by_name["start_run"][0][1]["run_name"] == by_name["init"][0][1]["name"] == "mine"
     assert by_name["log_metrics"][0] == (({"eval_loss": 1.5, "eval_seconds": 0.1},), {"step": 8})
     assert by_name["trackio.log"][0] == (({"eval_loss": 1.5, "eval_seconds": 0.1},), {"step": 8})
+    columns = {name: [text] for name, text in {"step": 8, **ROW, "rewards": "1 (correct 1)"}.items()}
+    assert by_name["log_table"][0] == ((columns, "generations/step-8.json"), {})
+    assert by_name["trackio.log"][1][0][0]["generations"].to_dict("list") == columns
+    assert by_name["log_metrics"][1][0][0]["eval_pass_at_1"] == 0.5, "MLflow takes no @ in a name"
     assert [args for args, _ in by_name["end_run"]] == [("FAILED",), ("FINISHED",)]
     assert len(by_name["log_artifacts"]) == 1 and len(by_name["finish"]) == 2
     params = [args[0] for args, _ in by_name["log_params"]]

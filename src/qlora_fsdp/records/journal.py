@@ -289,8 +289,8 @@ class WandbTracker:
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
         import wandb
 
-        columns: list[str | int] = ["step", "prompt", "completion", "reference"]
-        table = wandb.Table(columns=columns, data=[[row[str(name)] for name in columns] for row in rows])
+        columns: list[str | int] = [*rows[0]]
+        table = wandb.Table(columns=columns, data=[[row.get(str(name), "") for name in columns] for row in rows])
         self.last_step = max(self.last_step, step)
         self.run.log({"generations": table}, step=self.last_step)
 
@@ -322,7 +322,8 @@ class TensorBoardTracker:
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
         for number, row in enumerate(rows, start=1):
-            parts = (f"**{name}**\n\n<pre>{escape(row[name])}</pre>" for name in ("prompt", "completion", "reference"))
+            texts = {name: text for name, text in row.items() if name != "step"}
+            parts = (f"**{escape(name)}**\n\n<pre>{escape(str(text))}</pre>" for name, text in texts.items())
             self.writer.add_text(f"generation {number}", "\n\n".join(parts), step)
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
@@ -354,7 +355,8 @@ class MlflowTracker:
         self.mlflow.log_metrics(named, step=step)
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
-        """They are in the run folder."""
+        columns = {name: [row.get(name, "") for row in rows] for name in rows[0]}
+        self.mlflow.log_table(columns, f"generations/step-{step}.json")
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
         if self.log_adapter and adapter is not None:
@@ -374,7 +376,10 @@ class TrackioTracker:
         self.run.log(figures, step=step)
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
-        """They are in the run folder."""
+        import pandas
+        import trackio
+
+        self.run.log({"generations": trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
         self.run.finish()

@@ -72,6 +72,9 @@ NOT_COMPARED = (
 )  # sections that say nothing about how a run trains
 
 
+NUM_ANSWERS = 8  # of a step with rewards that a report shows
+
+
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Writes a report about all runs in some folders. Returns its file.
 
@@ -194,6 +197,28 @@ def figures(runs: Sequence[RunFiles]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}{"".join(errors)}'
 
 
+# Figures of single steps that have a chart where a run has them, by their keys in metrics.jsonl.
+CURVES = {
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm, before clipping",
+    "rewards/margins": "Rewards, chosen less rejected",
+    "rewards/accuracies": "Pairs whose chosen answer has the higher reward",
+    "reward_std": "Spread of rewards",
+    "frac_reward_zero_std": "Part of the prompts whose answers have one reward",
+    "kl": "Divergence from the reference, nats a token",
+    "entropy": "Entropy, nats a token",
+    "completions/mean_length": "Tokens of an answer, mean",
+    "completions/clipped_ratio": "Part of the answers without an end",
+    "sampling/sampling_logp_difference/mean": "Log-probabilities of slots and training apart, mean",
+    "sampling/sampling_logp_difference/p99": "Log-probabilities of slots and training apart, 99 % below",
+    "rollout_tokens_per_second": "Tokens a second while answers are written",
+    "tokens_per_second_per_gpu": "Tokens a second a GPU",
+    "gpu_peak_gib": "Peak memory of the GPU, GiB",
+    "host_rss_gib": "Memory of the host process, GiB",
+}
+_REWARD_OF_FUNCTION = re.compile(r"rewards/(.+)/mean")
+
+
 def charts(runs: Sequence[RunFiles]) -> str:
     """The curves of all runs, one chart for each figure. Training and evaluation loss have a chart each."""
     drawn = [_loss_of_one(runs[0]) if len(runs) == 1 else _loss_of_several(runs)]
@@ -203,21 +228,45 @@ def charts(runs: Sequence[RunFiles]) -> str:
         for style in ("line", "dots")
     ]
     drawn.append(chart("Evaluation loss", evaluations))
-    for title, key in (
-        ("Learning rate", "learning_rate"),
-        ("Gradient norm, before clipping", "grad_norm"),
-        ("Rewards, chosen less rejected", "rewards/margins"),
-        ("Pairs whose chosen answer has the higher reward", "rewards/accuracies"),
-        ("Tokens a second a GPU", "tokens_per_second_per_gpu"),
-        ("Peak memory of the GPU, GiB", "gpu_peak_gib"),
-        ("Memory of the host process, GiB", "host_rss_gib"),
-    ):
+    drawn += _rewards(runs)
+    for key, title in CURVES.items():
         series = [
             Series(run.name, [s["step"] for s in run.steps], [s.get(key) for s in run.steps], index)
             for index, run in enumerate(runs)
         ]
         drawn.append(chart(title, series))
     return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def _rewards(runs: Sequence[RunFiles]) -> list[str]:
+    """Rewards of answers that the model writes: of one run each function's too, and those of held-out prompts."""
+    drawn = []
+    if len(runs) == 1:
+        lines = runs[0].steps
+        steps = [line["step"] for line in lines]
+        keys = dict.fromkeys(key for line in lines for key in line if _REWARD_OF_FUNCTION.fullmatch(key))
+        series = [Series("all, weighed", steps, [line.get("reward") for line in lines])]
+        for colour, key in enumerate(keys, 1):
+            name = key.removeprefix("rewards/").removesuffix("/mean")
+            series.append(Series(name, steps, [line.get(key) for line in lines], colour))
+        drawn.append(chart("Rewards, mean over the answers of a step", series, has_legend=True))
+    else:
+        series = [
+            Series(run.name, [line["step"] for line in run.steps], [line.get("reward") for line in run.steps], index)
+            for index, run in enumerate(runs)
+        ]
+        drawn.append(chart("Reward, mean over the answers of a step", series))
+    held_out = dict.fromkeys(key for run in runs for line in run.evaluations for key in line)
+    for key in held_out:
+        if key != "eval_reward" and not key.startswith("eval_pass@"):
+            continue
+        series = [
+            Series(run.name, [e["step"] for e in run.evaluations], [e.get(key) for e in run.evaluations], index, style)
+            for index, run in enumerate(runs)
+            for style in ("line", "dots")
+        ]
+        drawn.append(chart(f"Held-out prompts: {key.removeprefix('eval_')}", series))
+    return drawn
 
 
 def swept(runs: Sequence[RunFiles]) -> str:
@@ -276,13 +325,17 @@ def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def generations(run: RunFiles) -> str:
-    """The model's texts at the first and the last evaluation, beside those in the data."""
+    """The model's texts at the first and the last evaluation, beside those in the data; or its answers with rewards."""
     steps = sorted({row["step"] for row in run.generations})
     if not steps:
         return ""
     first = [line for line in run.generations if line["step"] == steps[0]]
     last = [line for line in run.generations if line["step"] == steps[-1]]
-    if len(steps) == 1:
+    if any("rewards" in line for line in last):  # each step has prompts of its own
+        head = ["step", "prompt", "answer", "rewards", "in the data"]
+        shown = [*first[:NUM_ANSWERS], *(last[:NUM_ANSWERS] if len(steps) > 1 else [])]
+        rows = [_cells(line, "step", "prompt", "completion", "rewards", "reference") for line in shown]
+    elif len(steps) == 1:
         head = ["prompt", f"step {steps[-1]}", "in the data"]
         rows = [_cells(line, "prompt", "completion", "reference") for line in last]
     else:
