@@ -192,9 +192,9 @@ def _prompts(
     names = REFERENCES if settings.reference is None else (settings.reference,)
     held = []
     for question in questions:
-        name = next((name for name in names if name in question.columns), None)
-        if name is not None:
-            held.append((question, name))
+        found_names = [name for name in names if name in question.columns]
+        if found_names:
+            held.append((question, found_names[0]))
     if not held:
         yield f"--- No rewards are shown: no row has a column {' or '.join(names)}; reference=COLUMN names another one."
         return

@@ -376,7 +376,7 @@ class TrackioTracker:
         self.run.log(figures, step=step)
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
-        import pandas
+        import pandas  # type: ignore[import-untyped]
         import trackio
 
         self.run.log({"generations": trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
