@@ -50,8 +50,9 @@ def make_experts(family: str, format: Format, hidden: int, inner: int, rank: int
         delattr(module, name)
         setattr(module, name, stored)
         if rank:
-            lora_a = nn.Linear(shape[2], NUM_EXPERTS * rank, bias=False)
-            lora_b = nn.Linear(NUM_EXPERTS * rank, shape[1], bias=False)
+            width, num_outputs = shape[1:] if family == "gpt_oss" else (shape[2], shape[1])
+            lora_a = nn.Linear(width, NUM_EXPERTS * rank, bias=False)
+            lora_b = nn.Linear(NUM_EXPERTS * rank, num_outputs, bias=False)
             adapters[name] = ExpertAdapter(lora_a, lora_b, 0.5)
     return module, adapters
 

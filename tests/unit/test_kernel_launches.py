@@ -65,6 +65,11 @@ def test_the_tiles_of_products_with_codes_fit_a_geforce(capability: int, quantiz
     assert 0 < num_bytes <= GEFORCE
 
 
+@pytest.mark.parametrize(("capability", "rows"), [(80, 8), (89, 32), (90, 16)])
+def test_the_tiles_of_transposed_experts_fit_a_geforce(capability: int, rows: int):
+    assert 0 < compile_for_a_gpu("compile_transposed.py", str(capability), str(rows)) <= GEFORCE
+
+
 @pytest.mark.parametrize(("capability", "size"), [(80, 128), (89, 256), (90, 64), (89, 512)])
 def test_the_tiles_of_attention_over_slots_fit_a_geforce(capability: int, size: int):
     """Two programs at a time, so that one reads while the other computes."""

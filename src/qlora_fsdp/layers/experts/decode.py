@@ -3,9 +3,9 @@
 A step of generation has a row for each text and each of its experts. Dequantizing all experts for it writes four times
 as many bytes as their codes have, and reads them again. So few rows are multiplied with the codes themselves
 (kernels/triton_products.py): rows are sorted by expert, and the programs of one launch read the codes of experts that
-have rows. What an adapter adds is added before the product is rounded. For more rows, such as those of a prompt, and
-where experts compute y = x W (gpt-oss, Llama 4), whose blocks of scales lie along the outputs, weights are dequantized
-as in training.
+have rows. Where experts compute y = x W (gpt-oss, Llama 4), whose blocks of scales lie along the outputs, another
+kernel does so (kernels/triton_transposed_products.py). What an adapter adds is added before the product is rounded. For
+more rows, such as those of a prompt, weights are dequantized as in training.
 
 Adapters are fp32 Parameters. Their copies in the compute dtype are made once, not in every step, at places that stay
 the same: a CUDA graph that was recorded with them reads what `refresh` has written there last.
@@ -32,22 +32,35 @@ from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_co
 
 if TYPE_CHECKING:
     from qlora_fsdp.layers.kernels.triton_products import Tile
+    from qlora_fsdp.layers.kernels.triton_transposed_products import TransposedTile
 
 
 class CodedWeight:
     """One weight of all experts, multiplied with its codes, and its adapter.
 
     Args:
-        weight: [E, O, I], used as y = x W^T.
+        weight: [E, O, I], used as y = x W^T, or [E, I, O], used as y = x W.
+        is_transposed: which of these.
         bias: [E, O], or None.
         a: A of each expert's adapter, or None.
         b: B of each expert's adapter, or None.
     """
 
     def __init__(
-        self, weight: QuantizedExpertWeight, bias: Tensor | None, a: ExpertMatrix | None, b: ExpertMatrix | None
+        self,
+        weight: QuantizedExpertWeight,
+        is_transposed: bool,
+        bias: Tensor | None,
+        a: ExpertMatrix | None,
+        b: ExpertMatrix | None,
     ) -> None:
         self.weight = weight
+        self.is_transposed = is_transposed
+        num_experts, num_rows, num_columns = weight.shape
+        self.num_experts = num_experts
+        self.width = num_rows if is_transposed else num_columns
+        self.num_outputs = num_columns if is_transposed else num_rows
+        self.splits = weight.format.is_4bit and not is_transposed  # even columns of rows before odd ones
         self.bias = bias
         self.a = a
         self.b = b
@@ -58,60 +71,61 @@ class CodedWeight:
         """Copy the adapter as it is now."""
         if self.a is None or self.b is None:
             return
-        num_experts, num_outputs, width = self.weight.shape
+        width = self.width
         dtype = self.weight.compute_dtype
         if self.a_ERI is None or self.b_EOR is None:
             like = self.a.stored
-            self.a_ERI = like.new_empty(num_experts, self.a.rank, width, dtype=dtype, requires_grad=False)
-            self.b_EOR = like.new_empty(num_experts, num_outputs, self.b.rank, dtype=dtype, requires_grad=False)
+            self.a_ERI = like.new_empty(self.num_experts, self.a.rank, width, dtype=dtype, requires_grad=False)
+            self.b_EOR = like.new_empty(
+                self.num_experts, self.num_outputs, self.b.rank, dtype=dtype, requires_grad=False
+            )
         self.b.fill(self.b_EOR.transpose(1, 2))
-        if not self.weight.format.is_4bit:
+        if not self.splits:
             self.a.fill(self.a_ERI)
             return
         natural = self.a.to(dtype)
         self.a_ERI[..., : width // 2] = natural[..., ::2]
         self.a_ERI[..., width // 2 :] = natural[..., 1::2]
 
-    def tile(self, num_rows: int) -> Tile | None:
-        """How the kernel divides the product of so many rows; None if the weight is better dequantized."""
+    def tile(self, num_rows: int) -> Tile | TransposedTile | None:
+        """How a kernel divides the product of so many rows; None if the weight is better dequantized."""
         from qlora_fsdp.layers.kernels.triton_products import best_expert_tile
+        from qlora_fsdp.layers.kernels.triton_transposed_products import transposed_tile
 
-        num_experts, _, width = self.weight.shape
         format = self.weight.format
-        return best_expert_tile(width, num_rows, num_experts, format.blocksize, format.is_4bit)
+        if self.is_transposed:
+            return transposed_tile(self.width, num_rows, self.num_experts, format.is_4bit)
+        return best_expert_tile(self.width, num_rows, self.num_experts, format.blocksize, format.is_4bit)
 
     def split(self, x_NI: Tensor) -> Tensor:
-        """Rows as the kernel takes them: of 4-bit codes, even columns before odd ones."""
+        """Rows as the kernel takes them."""
         from qlora_fsdp.layers.kernels.triton_products import split_even_odd
 
-        return split_even_odd(x_NI) if self.weight.format.is_4bit else x_NI.contiguous()
+        return split_even_odd(x_NI) if self.splits else x_NI.contiguous()
 
     def product(self, x_SI: Tensor, rows: RowOrder) -> Tensor:
         """Each row times the weight of its expert, with bias and adapter: [S, O]. Rows are as `split` gives them."""
-        from qlora_fsdp.layers.kernels import triton_products
+        from qlora_fsdp.layers.kernels.triton_products import Tile, products
+        from qlora_fsdp.layers.kernels.triton_transposed_products import transposed_products
 
         format = self.weight.format
         tile = self.tile(len(x_SI))
         assert tile is not None
         bias = None if self.bias is None else self.bias.detach().to(x_SI.dtype).flatten()
+        codes = weight_codes(self.weight, bias)
+        values = code_values(format)
+        books = code_books(format, x_SI.dtype, x_SI.device)
+        ends = rows.ends
+        interprets = not x_SI.is_cuda
         h_SR: Tensor | None = None
-        b: list[Tensor] = []
-        if self.a_ERI is not None and self.b_EOR is not None:
-            h_SR = F.grouped_mm(x_SI, self.a_ERI.transpose(1, 2), offs=rows.ends)
-            b = [self.b_EOR.flatten(0, 1)]
-        (y_SO,) = triton_products.products(
-            x_SI,
-            [weight_codes(self.weight, bias)],
-            code_values(format),
-            code_books(format, x_SI.dtype, x_SI.device),
-            format.blocksize,
-            tile,
-            rows.ends,
-            h_SR,
-            b,
-            rows.ends,
-            interprets=not x_SI.is_cuda,
-        )
+        if self.a_ERI is not None:
+            h_SR = F.grouped_mm(x_SI, self.a_ERI.transpose(1, 2), offs=ends)
+        if not isinstance(tile, Tile):
+            return transposed_products(
+                x_SI, codes, values, books, format.blocksize, tile, ends, h_SR, self.b_EOR, interprets
+            )
+        b = [] if self.b_EOR is None else [self.b_EOR.flatten(0, 1)]
+        (y_SO,) = products(x_SI, [codes], values, books, format.blocksize, tile, ends, h_SR, b, ends, interprets)
         return y_SO
 
 
@@ -131,8 +145,8 @@ class DecodeExperts:
         assert isinstance(parts.down, QuantizedExpertWeight)
         self.activation = parts.activation
         self.num_experts = parts.num_experts
-        self.up = CodedWeight(parts.up, parts.up_bias, parts.up_a, parts.up_b)
-        self.down = CodedWeight(parts.down, None, parts.down_a, parts.down_b)
+        self.up = CodedWeight(parts.up, parts.is_transposed, parts.up_bias, parts.up_a, parts.up_b)
+        self.down = CodedWeight(parts.down, parts.is_transposed, None, parts.down_a, parts.down_b)
         self.down_bias = parts.down_bias  # of which a token needs one sum, and no row of its own
 
     def refresh(self) -> None:
@@ -167,8 +181,6 @@ class DecodeExperts:
 def why_not_coded(experts: nn.Module) -> str | None:
     """Why a module of fused experts is not multiplied with its codes; None if it can be."""
     parts = Experts(experts, {})
-    if parts.is_transposed:
-        return "its scales lie along the outputs"
     for weight in (parts.up, parts.down):
         if not isinstance(weight, QuantizedExpertWeight):
             return "it is not quantized"
