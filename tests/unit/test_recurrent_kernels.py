@@ -1,4 +1,8 @@
-"""Packages with kernels for layers that carry a state: tried by a process of its own, and used if they are right."""
+"""Packages with kernels for layers that carry a state: tried by a process of its own, and used if they are right.
+
+The kernels that are right are tried by the very command. For those that fail the process is forked from one that has
+the libraries (tests/helpers/ranks.py), which takes a tenth of the time.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.helpers.packed import real_config
-from transformers.models.bamba import modeling_bamba
+from tests.helpers.ranks import start_process
 
 from qlora_fsdp.layers.recurrent import packages
+from qlora_fsdp.model.trials import kernel_trial
 from qlora_fsdp.model.trials.attention_by_starts import BY_STARTS
 from qlora_fsdp.model.trials.kernel_trial import KernelVerdict, try_kernels
 from qlora_fsdp.model.trials.row_trial import CPU, RowTrial
@@ -49,6 +54,47 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, D=None, dt_bias=None, dt_softplus=
 """
 
 
+class ForkedProcesses:
+    """What `try_kernels` needs of subprocess, with a process that is forked.
+
+    Args:
+        folder: where the package is.
+        behaviour: what the package does.
+    """
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, folder: Path, behaviour: str) -> None:
+        self.folder = folder
+        self.behaviour = behaviour
+
+    def run(
+        self, command: list[str], input: bytes, capture_output: bool, timeout: float
+    ) -> subprocess.CompletedProcess[bytes]:
+        assert command == [sys.executable, "-m", kernel_trial.__name__] and capture_output
+        order, printed, complaints = (self.folder / name for name in ("order", "printed", "complaints"))
+        order.write_bytes(input)
+        process = start_process(_try_forked, self.folder, self.behaviour, (order, printed, complaints))
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, process.exitcode, printed.read_bytes(), complaints.read_bytes())
+
+
+def _try_forked(folder: Path, behaviour: str, files: tuple[Path, Path, Path]) -> None:
+    order, printed, complaints = files
+    for number, file in ((1, printed), (2, complaints)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    assert "transformers.models.bamba.modeling_bamba" not in sys.modules  # it looks for the package when it is imported
+    sys.path.insert(0, str(folder))
+    os.environ["FAKE_KERNELS"] = behaviour
+    sys.stdin = order.open()
+    sys.stdout = os.fdopen(1, "w")
+    kernel_trial.main()
+
+
 @pytest.fixture
 def fake_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], KernelVerdict]:
     """A package of the name mamba_ssm that computes on a CPU, as told by a variable; and the verdict about it."""
@@ -58,6 +104,8 @@ def fake_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 
     def find(behaviour: str) -> KernelVerdict:
         monkeypatch.setenv("FAKE_KERNELS", behaviour)
+        if behaviour != "is right":
+            monkeypatch.setattr(kernel_trial, "subprocess", ForkedProcesses(tmp_path, behaviour))
         limit = 5 if behaviour == "hangs" else 120
         return try_kernels(real_config("bamba"), 4096, CPU, [BY_STARTS, "sdpa"], limit)
 
@@ -105,6 +153,7 @@ def test_torch_computes_on_a_cpu_whatever_is_installed(fake_package, tmp_path: P
 
 def test_functions_are_those_of_torch_only_for_a_while(monkeypatch: pytest.MonkeyPatch):
     """As in a process that found the package when it imported the model's file."""
+    from transformers.models.bamba import modeling_bamba  # not in the processes that are forked for the tests above
 
     def kernel(x: torch.Tensor) -> None:
         raise AssertionError("called on a CPU")
