@@ -43,6 +43,8 @@ EXACT = {
     "no_shard": ["fsdp=no_shard"],
     "deterministic": ["training.deterministic=true", "training.global_batch_size=8"],
     "adamw_8bit": ["optim=adamw_8bit", "lora.r=64"],
+    "lion_8bit": ["optim=lion_8bit", "lora.r=64"],
+    "adafactor": ["optim=adafactor", "lora.use_dora=true"],
 }
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    Adafactor,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -35,7 +36,7 @@ from transformers import (
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, OptimConfig, Optimizer, QuantConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import epoch_order
@@ -300,12 +301,29 @@ def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = N
     ]
 
 
+def stock_optimizer(params: Any, wanted: OptimConfig, rate: float) -> torch.optim.Optimizer:
+    """The optimizer that transformers' Trainer makes for this name, of tensors or of groups of them."""
+    options = {"lr": rate, "betas": tuple(wanted.betas), "eps": wanted.eps, "weight_decay": wanted.weight_decay}
+    if wanted.name is Optimizer.adafactor:
+        own = {"scale_parameter": False, "relative_step": False}
+        return Adafactor(params, lr=rate, weight_decay=wanted.weight_decay, **own)
+    if wanted.name in (Optimizer.lion_32bit, Optimizer.lion_8bit):
+        del options["eps"]
+    classes = {
+        Optimizer.adamw: torch.optim.AdamW,
+        Optimizer.adamw_8bit: bnb.optim.AdamW8bit,
+        Optimizer.paged_adamw_32bit: bnb.optim.PagedAdamW32bit,
+        Optimizer.paged_adamw_8bit: bnb.optim.PagedAdamW8bit,
+        Optimizer.lion_32bit: bnb.optim.Lion32bit,
+        Optimizer.lion_8bit: bnb.optim.Lion8bit,
+    }
+    return classes[wanted.name](params, **options)
+
+
 def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: Config) -> list[float]:
-    """Losses of plain AdamW steps at a constant rate; each step's loss is the mean over all its target tokens."""
+    """Losses of plain steps of the optimizer at a constant rate; each step's loss is the mean over all its target tokens."""
     params = [p for p in model.parameters() if p.requires_grad]
-    adamw = bnb.optim.AdamW8bit if config.optim.name is Optimizer.adamw_8bit else torch.optim.AdamW
-    wanted = config.optim
-    optimizer = adamw(params, config.training.learning_rate, tuple(wanted.betas), wanted.eps, wanted.weight_decay)
+    optimizer = stock_optimizer(params, config.optim, config.training.learning_rate)
     device = params[0].device
     losses = []
     model.train()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim.adamw import AdamW8bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +37,7 @@ from qlora_fsdp.training.checkpoints.checkpoint import (
 from qlora_fsdp.training.checkpoints.resume import check_data, check_step
 from qlora_fsdp.training.checkpoints.saved_tensors import BadFile, read_index, read_own, read_rows
 from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
-from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.optim import LocalBitsandbytes
 from tests.cli.launch import ForkedLaunch
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
@@ -191,11 +192,12 @@ def save_forge_and_load(folder: Path) -> dict[str, str]:
     processes, told = start_processes(60, use_cpu=True), {}
     mesh = init_device_mesh("cpu", (processes.num_ranks,))
     try:
-        for optimizer_class, cases in ((torch.optim.AdamW, FORGED), (LocalAdamW8bit, FORGED_STATE)):
+        for optimizer_class, cases in ((torch.optim.AdamW, FORGED), (LocalBitsandbytes, FORGED_STATE)):
             model = nn.Linear(64, 128, bias=False)
             fully_shard(model, mesh=mesh)
             options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-            optimizer = optimizer_class([{"params": [model.weight]}], **options)
+            own = (AdamW8bit, [model.weight]) if optimizer_class is LocalBitsandbytes else ()
+            optimizer = optimizer_class(*own, [{"params": [model.weight]}], **options)
             model(torch.ones(1, 64)).sum().backward()
             optimizer.step()
             content = Checkpoint(folder / optimizer_class.__name__, 1, processes.num_ranks, {}, {})
@@ -243,9 +245,9 @@ ALONE: Any = SimpleNamespace(rank=0, num_ranks=1, wait=lambda patiently: None, f
 def test_an_own_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path):
     (tmp_path / "index.json").write_text('{"tensors": {}}')
     save_file({}, tmp_path / FIRST_FILE)
-    optimizer = LocalAdamW8bit(
-        [{"params": [nn.Parameter(torch.ones(64, 64))]}], lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0
-    )
+    param = nn.Parameter(torch.ones(64, 64))
+    options = {"lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0}
+    optimizer = LocalBitsandbytes(AdamW8bit, [param], [{"params": [param]}], **options)
     content = Checkpoint(tmp_path, 1, 1, {}, {}, files={"index.json": (1, "")})
     with pytest.raises(ResumeError, match=rf"{FIRST_FILE} can't be used: it is no file of this checkpoint"):
         load_checkpoint(content, nn.Module(), optimizer, ALONE)

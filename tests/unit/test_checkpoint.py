@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.optim.adamw import AdamW8bit
 from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from tests.helpers.lines import read_lines
@@ -46,7 +47,7 @@ from qlora_fsdp.training.checkpoints.resume import (
     settings_of,
 )
 from qlora_fsdp.training.checkpoints.write import HostCopy, write_checkpoint
-from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.optim import LocalBitsandbytes
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint_files, read_headers
 
 
@@ -101,7 +102,9 @@ def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Process
 
 def test_the_next_step_does_not_change_a_snapshot(processes: Processes):
     model = nn.Linear(64, 64, bias=False)
-    optimizer = LocalAdamW8bit([{"params": [model.weight]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = LocalBitsandbytes(
+        AdamW8bit, [model.weight], [{"params": [model.weight]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
     copies = []
     for _ in range(2):
         model(torch.ones(3, 64)).square().sum().backward()

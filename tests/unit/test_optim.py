@@ -9,11 +9,12 @@ import pytest
 import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from peft.optimizers import create_loraplus_optimizer
+from tests.helpers.reference import stock_optimizer
 from torch import nn
 from transformers import TrainingArguments, get_scheduler
 
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
-from qlora_fsdp.training.optim import find_faster, learning_rate_at, make_optimizer, set_learning_rate
+from qlora_fsdp.training.optim import learning_rate_at, make_optimizer, rate_ratios, set_learning_rate
 
 
 def test_adamw_is_torchs_own_bit_for_bit():
@@ -137,9 +138,14 @@ def test_lora_plus_is_pefts(name: Optimizer):
     theirs = copy.deepcopy(ours)
     config = OptimConfig(name=name, loraplus_lr_ratio=16.0)
     trained = [param for param in ours.parameters() if param.requires_grad]
-    optimizer = make_optimizer(trained, config, 1e-3, find_faster(ours))
-    kind = {Optimizer.adamw: torch.optim.AdamW, Optimizer.adamw_8bit: AdamW8bit}[name]
-    reference = create_loraplus_optimizer(theirs, kind, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.0)
+    optimizer = make_optimizer(trained, config, 1e-3, rate_ratios(ours, config, 1e-3))
+    kind = type(stock_optimizer([nn.Parameter(torch.ones(1))], config, 1e-3))
+    own = {"scale_parameter": False, "relative_step": False} if name is Optimizer.adafactor else {}
+    if name in (Optimizer.lion_32bit, Optimizer.lion_8bit):
+        own = {"betas": tuple(config.betas)}
+    reference = create_loraplus_optimizer(
+        theirs, kind, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.0, **own
+    )
     inputs = torch.randn(8, 64)
     for step in range(6):
         losses = []

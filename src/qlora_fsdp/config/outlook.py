@@ -172,8 +172,12 @@ def usual_rates(optimizer: Optimizer, lora: LoraConfig) -> tuple[float, float]:
     """
     alpha = lora.lora_alpha * (math.sqrt(lora.r) if lora.use_rslora else 1.0)
     match optimizer:
-        case Optimizer.adamw | Optimizer.adamw_8bit:
+        case Optimizer.adamw | Optimizer.adamw_8bit | Optimizer.adafactor:
             factor = 1.0
+        case Optimizer.paged_adamw_32bit | Optimizer.paged_adamw_8bit:
+            factor = 1.0
+        case Optimizer.lion_32bit | Optimizer.lion_8bit:
+            factor = 0.2
         case _:
             assert_never(optimizer)
     low, high = (rate * factor * USUAL_ALPHA / alpha for rate in USUAL_RATES)

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 
-from typing_extensions import assert_never
-
 from qlora_fsdp.common.sizes import MIN_8BIT_ELEMENTS, NUM_AHEAD, PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage, Optimizer
 from qlora_fsdp.memory.traced import ParameterSize
@@ -59,24 +57,28 @@ def sum_bytes(tensors: Iterable[ParameterSize], num_shards: int = 1) -> Paramete
 
 
 def optimizer_bytes(tensors: Iterable[ParameterSize], optimizer: Optimizer, num_shards: int) -> int:
-    """Bytes of the two moments that the optimizer keeps of one shard of the trained tensors."""
+    """Bytes that the optimizer keeps of one shard of the trained tensors. Pages count as if they were on the GPU."""
     trained = [tensor for tensor in tensors if tensor.part == "adapters"]
+    if optimizer is Optimizer.adafactor:
+        return sum(_row_and_column_bytes(tensor, num_shards) for tensor in trained)
     return sum(_moment_bytes(tensor, optimizer, num_shards) for tensor in trained)
 
 
 def _moment_bytes(tensor: ParameterSize, optimizer: Optimizer, num_shards: int) -> int:
     num_elements = tensor.shard_bytes(num_shards) // FLOAT32_BYTES
     whole = tensor.shard_bytes(1) // FLOAT32_BYTES
-    match optimizer:
-        case Optimizer.adamw:
-            return num_elements * 2 * FLOAT32_BYTES
-        case Optimizer.adamw_8bit if whole < MIN_8BIT_ELEMENTS:
-            return num_elements * 2 * FLOAT32_BYTES
-        case Optimizer.adamw_8bit:
-            num_blocks = -(num_elements // -BLOCK_8BIT)
-            return 2 * (num_elements + num_blocks * FLOAT32_BYTES)
-        case _:
-            assert_never(optimizer)
+    num_moments, bits = optimizer.moments
+    if bits == 32 or whole < MIN_8BIT_ELEMENTS:
+        return num_elements * num_moments * FLOAT32_BYTES
+    num_blocks = -(num_elements // -BLOCK_8BIT)
+    return num_moments * (num_elements + num_blocks * FLOAT32_BYTES)
+
+
+def _row_and_column_bytes(tensor: ParameterSize, num_shards: int) -> int:
+    """Of a matrix a mean for each of a shard's rows and for each column; a vector's elements are such rows."""
+    num_rows = -(tensor.num_rows // -num_shards)
+    is_vector = tensor.row_bytes == FLOAT32_BYTES
+    return num_rows * FLOAT32_BYTES + (0 if is_vector else tensor.row_bytes)
 
 
 class ModelBytes:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import get_scheduler
 from typing_extensions import assert_never
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.sizes import MIN_8BIT_ELEMENTS
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
+from qlora_fsdp.layers.token_rows import TokenRows
 from qlora_fsdp.runtime.rows import local_tensor, shard_group
+from qlora_fsdp.training.adafactor import LocalAdafactor
 
 LR_RATIO = "lr_ratio"  # of a group of parameters: what the learning rate is multiplied by
 
@@ -92,14 +96,20 @@ def new_state(param: Tensor) -> dict[str, Tensor]:
     }
 
 
-class LocalAdamW8bit(torch.optim.Optimizer):
-    """bitsandbytes' AdamW8bit, computed on each rank's own rows.
+class LocalBitsandbytes(torch.optim.Optimizer):
+    """An optimizer of bitsandbytes, computed on each rank's own rows.
 
-    Its kernels do not know DTensors, and AdamW is element-wise, so each rank's rows can be updated apart. The state is
-    8-bit and block-wise (arXiv:2110.02861), but for matrices of fewer than MIN_8BIT_ELEMENTS elements. bitsandbytes
-    would ask that of each rank's part; here the whole matrix decides, so that the number of ranks does not. Blocks of
-    256 elements begin anew on each rank. Where a rank's part is no multiple of them, as with three ranks, the blocks
-    around its edges are others than on one rank, and losses may differ in the fifth digit.
+    Its kernels do not know DTensors, and AdamW and Lion are element-wise, so each rank's rows can be updated apart. An
+    8-bit state is block-wise (arXiv:2110.02861), but for matrices of fewer than MIN_8BIT_ELEMENTS elements.
+    bitsandbytes would ask that of each rank's part; here the whole matrix decides, so that the number of ranks does
+    not. Blocks of 256 elements begin anew on each rank. Where a rank's part is no multiple of them, as with three
+    ranks, the blocks around its edges are others than on one rank, and losses may differ in the fifth digit.
+
+    Args:
+        kind: bitsandbytes' class.
+        params: all parameters. A checkpoint knows their states by their places in this order.
+        groups: groups of them, sharded, with the learning rate's factor of each.
+        options: what the class takes besides.
 
     Attributes:
         found_inf: as in `LocalAdamW`, but here the host reads it, and waits for it.
@@ -107,14 +117,13 @@ class LocalAdamW8bit(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
-        from bitsandbytes.optim.adamw import AdamW8bit
-
+    def __init__(
+        self, kind: Any, params: Sequence[nn.Parameter], groups: Sequence[dict[str, Any]], **options: Any
+    ) -> None:
         super().__init__(groups, options)
-        params = [param for group in groups for param in group["params"]]
         self._group_of = {param: group for group in self.param_groups for param in group["params"]}
         self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
-        self.inner = AdamW8bit([local for _, local in self.pairs], **options)
+        self.inner = kind([local for _, local in self.pairs], **options)
 
     def init_state(self, index: int) -> None:
         """Make the state of a pair of `pairs` before its first step: in 8 bits, unless the whole matrix is small."""
@@ -142,21 +151,72 @@ class LocalAdamW8bit(torch.optim.Optimizer):
             if not inner.state[local]:
                 self.init_state(index)
             group["lr"] = self._group_of[param]["lr"]
+            inner.prefetch_state(local)
             inner.update_step(group, local, 0, index)
             local.grad = None
+        if inner.is_paged and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the host may read pages from here on, as bitsandbytes' own `step` has it
 
 
-LocalOptimizer = LocalAdamW | LocalAdamW8bit
+LocalOptimizer = LocalAdamW | LocalBitsandbytes | LocalAdafactor
 
 
-def find_faster(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that LoRA+ trains faster: B of each adapter, and vectors, as PEFT has it."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    return [param for name, param in named if "lora_B" in name or param.ndim == 1]
+def state_before_first_step(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before its first step, of an optimizer whose state can be cut into any rows."""
+    if isinstance(optimizer, LocalAdafactor):
+        return optimizer.new_state(param)
+    return new_state(param)
+
+
+def rate_ratios(model: nn.Module, config: OptimConfig, learning_rate: float) -> dict[nn.Parameter, float]:
+    """What the learning rate of each trained parameter is, over that of the run.
+
+    LoRA+ is about B of each adapter, and about vectors, but not about embeddings, as PEFT has it.
+
+    Raises:
+        ConfigError: a rate is set of what the model does not train.
+    """
+    of_embeddings = _parameters_of(model, (nn.Embedding, TokenRows, lora.Embedding))
+    of_experts = _parameters_of(model, (lora.ParamWrapper,))
+    problems = []
+    for name, those, fix in (
+        ("embedding_learning_rate", of_embeddings, "name embed_tokens in lora.target_modules or lora.modules_to_save"),
+        ("expert_learning_rate", of_experts, "choose a mixture of experts"),
+    ):
+        rate = getattr(config, name)
+        if rate is not None and not those:
+            reason = "is about nothing: none of these are trained."
+            problems.append(Problem(f"optim.{name}={rate:g}", reason, f"Set optim.{name}=null, or {fix}."))
+    if problems:
+        raise ConfigError(problems)
+    ratios = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        rate = learning_rate
+        factor = 1.0
+        if param in of_embeddings:
+            rate = config.embedding_learning_rate or rate
+        elif param in of_experts:
+            rate = config.expert_learning_rate or rate
+        is_faster = "lora_B" in name or param.ndim == 1
+        if is_faster and param not in of_embeddings and config.loraplus_lr_ratio is not None:
+            factor = config.loraplus_lr_ratio
+        ratios[param] = factor * rate / learning_rate
+    return ratios
+
+
+def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    """The trained parameters of modules of some classes, and of what is in them."""
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    return {param for module in modules for param in module.parameters() if param.requires_grad}
 
 
 def make_optimizer(
-    params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float, faster: Iterable[nn.Parameter] = ()
+    params: Iterable[nn.Parameter],
+    config: OptimConfig,
+    learning_rate: float,
+    ratios: Mapping[nn.Parameter, float] | None = None,
 ) -> LocalOptimizer:
     """The optimizer that `optim.name` asks for.
 
@@ -164,14 +224,14 @@ def make_optimizer(
         params: trainable, sharded.
         config: which optimizer, and its settings.
         learning_rate: the learning rate of the first step; the loop sets it again at every step.
-        faster: those of them that optim.loraplus_lr_ratio is about (`find_faster`).
+        ratios: what the learning rate of each is multiplied by (`rate_ratios`); None: 1.
     """
-    ratio = config.loraplus_lr_ratio
-    fast = set() if ratio is None else set(faster)
     params = list(params)
-    groups: list[dict[str, Any]] = [{"params": [param for param in params if param not in fast], LR_RATIO: 1.0}]
-    if fast:
-        groups.append({"params": [param for param in params if param in fast], LR_RATIO: ratio})
+    by_ratio: dict[float, list[nn.Parameter]] = {}
+    for param in params:
+        ratio = 1.0 if ratios is None else ratios[param]
+        by_ratio.setdefault(ratio, []).append(param)
+    groups: list[dict[str, Any]] = [{"params": some, LR_RATIO: ratio} for ratio, some in by_ratio.items()]
     options: dict[str, Any] = {
         "lr": learning_rate,
         "betas": (config.betas[0], config.betas[1]),
@@ -181,10 +241,29 @@ def make_optimizer(
     match config.name:
         case Optimizer.adamw:
             return LocalAdamW(groups, **options, fused=True)
-        case Optimizer.adamw_8bit:
-            return LocalAdamW8bit(groups, **options)
+        case Optimizer.adafactor:
+            return LocalAdafactor(groups, lr=learning_rate, weight_decay=config.weight_decay)
+        case Optimizer.adamw_8bit | Optimizer.paged_adamw_8bit | Optimizer.paged_adamw_32bit:
+            return LocalBitsandbytes(_bitsandbytes_class(config.name), params, groups, **options)
+        case Optimizer.lion_32bit | Optimizer.lion_8bit:
+            del options["eps"]  # Lion's update is a sign
+            return LocalBitsandbytes(_bitsandbytes_class(config.name), params, groups, **options)
         case _:
             assert_never(config.name)
+
+
+def _bitsandbytes_class(name: Optimizer) -> Any:
+    """The class of bitsandbytes that has this name in transformers."""
+    from bitsandbytes import optim
+
+    classes = {
+        Optimizer.adamw_8bit: optim.AdamW8bit,
+        Optimizer.paged_adamw_8bit: optim.PagedAdamW8bit,
+        Optimizer.paged_adamw_32bit: optim.PagedAdamW32bit,
+        Optimizer.lion_32bit: optim.Lion32bit,
+        Optimizer.lion_8bit: optim.Lion8bit,
+    }
+    return classes[name]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

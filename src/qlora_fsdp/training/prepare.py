@@ -187,7 +187,7 @@ def _plan_memory(
     model, device = assembled.model, processes.device
     # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
     own = _plan(config.with_values(choices), assembled, machine) if processes.is_main else None
-    may_choose_anew = not config.optim.name.keeps_state_by_rank  # which fits no other shards
+    may_choose_anew = not config.optim.name.is_bitsandbytes  # which fits no other shards
     if own is not None and choices and not own.fits and may_choose_anew:
         shown = ", ".join(show(key, value) for key, value in choices.items())
         log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {shown}")

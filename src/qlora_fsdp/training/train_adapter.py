@@ -38,7 +38,7 @@ from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import PassQueue, RunEvaluation, StepQueue, TrainResult, train
-from qlora_fsdp.training.optim import LocalOptimizer, find_faster, make_optimizer
+from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer, rate_ratios
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
@@ -85,7 +85,8 @@ def train_adapter(
     peaks = prepared.peaks
     spec = prepared.spec
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trainable, spec.steps.optim, spec.steps.learning_rate, find_faster(model))
+    ratios = rate_ratios(model, spec.steps.optim, spec.steps.learning_rate)
+    optimizer = make_optimizer(trainable, spec.steps.optim, spec.steps.learning_rate, ratios)
     result = _resume(checkpoint, prepared, optimizer, processes, folder, summary)
 
     describe = partial(describe_adapter, prepared, result, folder, adapter_settings.form)

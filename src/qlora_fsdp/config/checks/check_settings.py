@@ -22,6 +22,7 @@ from qlora_fsdp.config.schema import (
     FsdpConfig,
     MatmulKind,
     ModelConfig,
+    OptimConfig,
     ShardingStrategy,
     TrainingConfig,
     When,
@@ -159,7 +160,7 @@ def _without_effect(key: str, value: Any, unmet: When, other: Any) -> Problem:
 def check_world(config: Config, world: World) -> list[Problem]:
     """Returns what is wrong with the configuration on this number of processes, this device and this torch."""
     problems = check_split(config, world)
-    problems += _check_device(config.training, config.compute, config.model, world)
+    problems += _check_device(config.training, config.optim, config.compute, config.model, world)
     return problems
 
 
@@ -216,7 +217,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _check_device(
-    training: TrainingConfig, compute: ComputeConfig, model: ModelConfig, world: World
+    training: TrainingConfig, optim: OptimConfig, compute: ComputeConfig, model: ModelConfig, world: World
 ) -> Iterator[Problem]:
     if training.precision is Dtype.bfloat16 and not world.has_bf16:
         device = "GPU" if world.device_type == "cuda" else "CPU"
@@ -229,3 +230,7 @@ def _check_device(
     if model.attn_implementation.is_for_gpus and world.device_type == "cpu":
         fix = "Set model.attn_implementation=auto."
         yield problem_with(model, "model.attn_implementation", "runs on GPUs only.", fix)
+    if optim.name.is_paged and world.device_type == "cpu":
+        unpaged = optim.name.value.removeprefix("paged_").removesuffix("_32bit")
+        reason = "has pages that go to host memory, which only CUDA has."
+        yield problem_with(optim, "optim.name", reason, f"Set optim={unpaged}.")

@@ -39,7 +39,7 @@ def check_fsdp(fsdp: FsdpConfig, optim: OptimConfig) -> Iterator[Problem]:
     if fsdp.cpu_offload and fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
         reason = "needs shards to offload, and fsdp.sharding_strategy=NO_SHARD makes none."
         yield problem_with(fsdp, "fsdp.cpu_offload", reason, "Set fsdp=offload, or fsdp.cpu_offload=false.")
-    if fsdp.cpu_offload and optim.name.is_for_gpus:
+    if fsdp.cpu_offload and optim.name.is_bitsandbytes:
         reason = "keeps its state on the GPU, and with fsdp.cpu_offload=true the parameters are on the CPU."
         yield problem_with(optim, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
     if fsdp.reshard_after_forward and not fsdp.reshards:

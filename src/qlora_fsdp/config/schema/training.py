@@ -15,26 +15,55 @@ from qlora_fsdp.config.schema.model import Dtype
 class Optimizer(Enum):
     adamw = "adamw"
     adamw_8bit = "adamw_8bit"
+    paged_adamw_32bit = "paged_adamw_32bit"
+    paged_adamw_8bit = "paged_adamw_8bit"
+    lion_32bit = "lion_32bit"
+    lion_8bit = "lion_8bit"
+    adafactor = "adafactor"
 
     @property
-    def keeps_state_by_rank(self) -> bool:
-        """Whether each rank has a state of its own, of the shards that it has, so that it fits no others."""
+    def is_bitsandbytes(self) -> bool:
+        """Whether bitsandbytes computes it. Each rank then has a state of its own shards, which fits no others.
+
+        Its state and its step are on the GPU, so that parameters in host memory can't use it.
+        """
         match self:
-            case Optimizer.adamw:
+            case Optimizer.adamw | Optimizer.adafactor:
                 return False
-            case Optimizer.adamw_8bit:
+            case Optimizer.adamw_8bit | Optimizer.paged_adamw_32bit | Optimizer.paged_adamw_8bit:
+                return True
+            case Optimizer.lion_32bit | Optimizer.lion_8bit:
                 return True
             case unknown:
                 assert_never(unknown)
 
     @property
-    def is_for_gpus(self) -> bool:
-        """Whether its state and its step are on the GPU, so that parameters in host memory can't use it."""
+    def is_paged(self) -> bool:
+        """Whether its state may go to host memory while the GPU has no room for it. Only CUDA has such memory."""
         match self:
-            case Optimizer.adamw:
-                return False
-            case Optimizer.adamw_8bit:
+            case Optimizer.paged_adamw_32bit | Optimizer.paged_adamw_8bit:
                 return True
+            case Optimizer.adamw | Optimizer.adamw_8bit | Optimizer.adafactor:
+                return False
+            case Optimizer.lion_32bit | Optimizer.lion_8bit:
+                return False
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def moments(self) -> tuple[int, int]:
+        """How many means it keeps of each element, and in how many bits."""
+        match self:
+            case Optimizer.adamw | Optimizer.paged_adamw_32bit:
+                return 2, 32
+            case Optimizer.adamw_8bit | Optimizer.paged_adamw_8bit:
+                return 2, 8
+            case Optimizer.lion_32bit:
+                return 1, 32
+            case Optimizer.lion_8bit:
+                return 1, 8
+            case Optimizer.adafactor:  # of each row and column
+                return 0, 32
             case unknown:
                 assert_never(unknown)
 
@@ -69,6 +98,10 @@ class LrScheduler(Enum):
 @dataclass
 class OptimConfig:
     # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' AdamW with block-wise 8-bit state (arXiv:2110.02861).
+    # paged_adamw_32bit and paged_adamw_8bit: bitsandbytes', whose state goes to host memory while the GPU has no room.
+    # lion_32bit and lion_8bit: bitsandbytes' Lion (arXiv:2302.06675), with one mean in place of two; its paper takes
+    # betas of 0.9 and 0.99, and learning rates three to ten times lower. adafactor: transformers' Adafactor
+    # (arXiv:1804.04235) with the run's learning rate; it keeps means of rows and columns, and has no betas and no eps.
     name: Optimizer = setting(Optimizer.adamw, Run.fixed, ALWAYS, files=Files.users, other_names=("optimizer",))
     # Decoupled weight decay (arXiv:1711.05101).
     weight_decay: float = setting(0.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
@@ -79,6 +112,18 @@ class OptimConfig:
     # LoRA+ (arXiv:2402.12354): the learning rate of the adapters' B, and of vectors such as DoRA's, is this many times
     # that of all else, as in PEFT's create_loraplus_optimizer. The paper takes 16, and a lower training.learning_rate.
     loraplus_lr_ratio: float | None = setting(None, Run.other, ALWAYS, files=Files.users, bounds=above(0))
+    # Peak learning rate of what is trained of the embeddings: all of them, rows of new tokens, or their adapter, as
+    # PEFT's loraplus_lr_embedding; LoRA+ does not multiply it. null: training.learning_rate.
+    embedding_learning_rate: float | None = setting(
+        None,
+        Run.other,
+        ALWAYS,
+        files=Files.users,
+        bounds=above(0),
+        other_names=("embedding_lr", "loraplus_lr_embedding"),
+    )
+    # Peak learning rate of the adapters of experts. null: training.learning_rate.
+    expert_learning_rate: float | None = setting(None, Run.other, ALWAYS, files=Files.users, bounds=above(0))
     # Clip the gradient's global norm to this. 0 does not clip.
     max_grad_norm: float = setting(1.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
     # Shape of the learning rate after warmup, by transformers' names. cosine and linear fall to 0. cosine_with_min_lr

@@ -61,7 +61,7 @@ from qlora_fsdp.training.checkpoints.saved_tensors import (
     read_rows,
     read_stored,
 )
-from qlora_fsdp.training.optim import LocalAdamW8bit, new_state
+from qlora_fsdp.training.optim import LocalBitsandbytes, state_before_first_step
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 MAX_COUNT = 2**31 - 1  # steps or ranks
@@ -213,9 +213,9 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
     if INDEX not in files:
         raise BadFile(f"{folder} has no {INDEX}, so another version of this program wrote it")
     saved = read_index(folder, files)
-    if not isinstance(optimizer, LocalAdamW8bit):
+    if not isinstance(optimizer, LocalBitsandbytes):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            optimizer.state[param] = new_state(param)
+            optimizer.state[param] = state_before_first_step(optimizer, param)
     state = trained_state(model, optimizer)
     for name in sorted(saved.keys() | state.keys()):
         here = _describe(state[name]) if name in state else "missing"
@@ -224,15 +224,15 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
             raise BadFile(f"{folder} is of another model or adapter: {name} is {there} there and {here} here")
     for name, tensor in state.items():
         read_rows(saved[name], local_tensor(tensor), local_rows(tensor)[0])
-    if isinstance(optimizer, LocalAdamW8bit):
+    if isinstance(optimizer, LocalBitsandbytes):
         name = rank_file(rank)
         if name not in files:
             raise BadFile(f"{folder / name} can't be used: it is no file of this checkpoint")
         _load_own_state(optimizer, folder / name, read_own(folder / name))
 
 
-def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, StoredTensor]) -> None:
-    """Give each parameter the state of adamw_8bit that this rank has saved, after comparing it with a new state."""
+def _load_own_state(optimizer: LocalBitsandbytes, file: Path, saved: dict[str, StoredTensor]) -> None:
+    """Give each parameter the state of bitsandbytes' optimizer that this rank has saved, after comparing it with a new state."""
     inner = optimizer.inner
     inner.state.clear()
     for number, (_, param) in enumerate(optimizer.pairs):
@@ -246,7 +246,12 @@ def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Stor
                 raise BadFile(f"{file} can't be used: it lacks {name}")
             check_like(file, name, saved[name], tuple(like.shape), like.dtype)
             value = read_stored(saved[name])
-            state[key] = value.to(param.device) if isinstance(new, Tensor) else value.item()
+            if getattr(new, "is_paged", False):
+                new.copy_(value)  # into the pages that it has
+            elif isinstance(new, Tensor):
+                state[key] = value.to(param.device)
+            else:
+                state[key] = value.item()
 
 
 def remove_checkpoints(folder: Path, keep: list[Path]) -> None:

@@ -128,7 +128,7 @@ def check_changes(
     Raises:
         ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it or can't allow it.
     """
-    keeps_shards = optimizer.keeps_state_by_rank and num_ranks == checkpoint.num_ranks  # else said below
+    keeps_shards = optimizer.is_bitsandbytes and num_ranks == checkpoint.num_ranks  # else said below
     changes, problems = [], []
     for key, (value, old) in find_changes(settings, checkpoint.settings).items():
         was = printable(show("", old)[1:])
@@ -149,7 +149,7 @@ def check_changes(
             problems.append(Problem(show(key, value), reason, fix))
     if num_ranks != checkpoint.num_ranks:
         changes.append(f"{plural(num_ranks, 'rank')} (was {checkpoint.num_ranks})")
-        if optimizer.keeps_state_by_rank:
+        if optimizer.is_bitsandbytes:
             reason = (
                 f"keeps its state by rank: {plural(num_ranks, 'rank')} can't go on from the {checkpoint.num_ranks} of"
             )

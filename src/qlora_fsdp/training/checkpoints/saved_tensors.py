@@ -9,8 +9,8 @@ says what they add up to, so that any number of ranks can read them:
         "pieces": [["rank-00000.safetensors", 0, 8], ["rank-00001.safetensors", 8, 16]]  file, first row, last row + 1
     }}}
 
-The state of adamw_8bit can't be cut into other rows. It is in the same file under names that begin with `own.`, and the
-index does not mention it: only the rank with the same number reads it.
+The state of bitsandbytes' optimizers can't be cut into other rows. It is in the same file under names that begin with
+`own.`, and the index does not mention it: only the rank with the same number reads it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def check_like(file: Path, name: str, value: StoredTensor, shape: tuple[int, ...
 
 
 def read_own(file: Path) -> dict[str, StoredTensor]:
-    """Where the state of adamw_8bit that a rank saved lies: by the parameter's number and the state's name.
+    """Where the state of bitsandbytes' optimizer that a rank saved lies: by the parameter's number and the state's name.
 
     Raises:
         BadFile: the file can't be read.

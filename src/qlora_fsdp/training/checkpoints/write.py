@@ -41,7 +41,7 @@ from qlora_fsdp.training.checkpoints.saved_tensors import (
     read_rows,
     write_index,
 )
-from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.optim import LocalBitsandbytes
 
 ALIGNMENT = 64  # bytes
 MODEL = "model."  # what the names of parameters begin with in `trained_state`
@@ -77,7 +77,7 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the last snapshot, without adamw_8bit's own state."""
+        """Bytes of the last snapshot, without bitsandbytes' own state."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class HostCopy:
             whole[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             if local.numel() and position % num_replicas == replica:
                 tensors[name], rows[name] = self._copy(name, local), local_rows(value)
-        if isinstance(optimizer, LocalAdamW8bit):
+        if isinstance(optimizer, LocalBitsandbytes):
             for number, (_, param) in enumerate(optimizer.pairs):
                 for key, value in optimizer.inner.state[param].items():
                     tensors[f"{OWN}{number}.{key}"] = torch.as_tensor(value).to("cpu", copy=True)
