@@ -54,7 +54,6 @@ SAME_NUMBERS = {
     "deterministic": (2, ["training.deterministic=true", "training.micro_batch_size=1"]),
     "evaluation between": (2, ["data.eval_fraction=0.1", "training.eval_every_steps=3"]),
 }
-SLOW_RATE = "training.learning_rate=0.0005"
 CHANGES_DATA = ("data.", "training.global_batch_size")  # the reference needs these too
 
 # Settings that change what is computed, in our run and in the reference alike.
@@ -78,10 +77,6 @@ OTHER_NUMBERS = {
     "decay and momentum": (2, "llama", ["optim.weight_decay=0.1", "optim.betas=[0.8,0.95]", "optim.eps=1e-6"]),
     "ranks and alphas that differ": (2, "llama", ["lora.rank_pattern={q_proj:3}", "lora.alpha_pattern={v_proj:5.0}"]),
     "adamw_8bit": (1, "llama", ["optim=adamw_8bit", "lora.r=64"]),
-    "lion_32bit": (2, "llama", ["optim=lion_32bit", "optim.betas=[0.9,0.99]", "optim.weight_decay=0.1", SLOW_RATE]),
-    "lion_8bit": (1, "llama", ["optim=lion_8bit", "lora.r=64", SLOW_RATE]),
-    "adafactor": (2, "llama", ["optim=adafactor", "optim.weight_decay=0.1"]),
-    "adafactor with vectors": (2, "llama", ["optim=adafactor", "lora.use_dora=true"]),
     # 64 x 64 elements, of which each rank has half: stock bitsandbytes, which has them whole, keeps 8 bits of them.
     "adamw_8bit on two ranks": (2, "llama", ["optim=adamw_8bit", "lora.r=64"]),
 }

@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bitsandbytes as bnb
 import numpy as np
 import peft
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners import lora
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -35,8 +37,9 @@ from transformers import (
 )
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.trainer_pt_utils import LabelSmoother, get_length_grouped_indices
 
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, OptimConfig, Optimizer, QuantConfig
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, LossType, OptimConfig, Optimizer, QuantConfig, TaskConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import epoch_order
@@ -294,7 +297,10 @@ def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = N
     data = prepare_data(DataSpec.of(config), tokenizer, one_process(), vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))
-    order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)])
+    orders = [epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)]
+    if config.training.group_by_length:
+        orders = [_grouped_by_transformers(order, data.lengths.tolist(), size) for order in orders]
+    order = np.concatenate(orders)
     return [
         [(tokens.tolist(), mask.tolist()) for i in order[step * size :][:size] for tokens, mask in data.rows_of(int(i))]
         for step in range(num_steps)
@@ -320,21 +326,51 @@ def stock_optimizer(params: Any, wanted: OptimConfig, rate: float) -> torch.opti
     return classes[wanted.name](params, **options)
 
 
-def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: Config) -> list[float]:
-    """Losses of plain steps of the optimizer at a constant rate; each step's loss is the mean over all its target tokens."""
+def _grouped_by_transformers(order: Any, lengths: list[int], size: int) -> Any:
+    """transformers' order by lengths, where its random order is this one."""
+    with mock.patch("torch.randperm", lambda number, generator: torch.from_numpy(order)):
+        return np.array(get_length_grouped_indices(lengths, size))
+
+
+def stock_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """The trained parameters, each in a group of its own with its learning rate: that of LoRA+ is PEFT's."""
+    wanted, rate = config.optim, config.training.learning_rate
+    rates: dict[nn.Parameter, float] = {}
+    if wanted.loraplus_lr_ratio is not None:
+        own = {"loraplus_lr_embedding": wanted.embedding_learning_rate or rate}
+        made = create_loraplus_optimizer(
+            model, torch.optim.SGD, lr=rate, loraplus_lr_ratio=wanted.loraplus_lr_ratio, **own
+        )
+        rates = {param: group["lr"] for group in made.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if wanted.embedding_learning_rate is not None and "embed_tokens" in name:
+            rates[param] = wanted.embedding_learning_rate
+        if wanted.expert_learning_rate is not None and ".experts." in name:
+            rates[param] = wanted.expert_learning_rate
+    return [{"params": [p], "lr": rates.get(p, rate)} for p in model.parameters() if p.requires_grad]
+
+
+def train_stock(
+    model: peft.PeftModel,
+    steps: Sequence[Sequence[Row]],
+    config: Config,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """Losses of plain steps of the optimizer at a constant rate; each step's is the mean over all its target tokens."""
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = stock_optimizer(params, config.optim, config.training.learning_rate)
+    optimizer = stock_optimizer(stock_groups(model, config), config.optim, config.training.learning_rate)
     device = params[0].device
     losses = []
     model.train()
-    for rows in steps:
+    for step, rows in enumerate(steps):
+        before_step(step)
         total = sum(sum(mask[1:]) for _, mask in rows)
         loss_sum = 0.0
         for tokens, mask in rows:
             ids = torch.tensor([tokens], device=device)
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             targets = torch.where(torch.tensor(mask[1:], device=device), ids[0, 1:], -100)
-            loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
+            loss = _loss_sum(logits, targets, config.task) / total
             loss.backward()
             loss_sum += loss.item()
         torch.nn.utils.clip_grad_norm_(params, config.optim.max_grad_norm)
@@ -342,6 +378,19 @@ def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: C
         optimizer.zero_grad()
         losses.append(loss_sum)
     return losses
+
+
+def _loss_sum(logits: Tensor, targets: Tensor, task: TaskConfig) -> Tensor:
+    """The sum of a row's losses: transformers' label smoothing, or DFT as its paper and TRL's loss_type=dft have it."""
+    is_target = targets != -100
+    log_probs = logits.log_softmax(-1)[is_target]
+    of_targets = log_probs.gather(1, targets[is_target][:, None]).squeeze(1)
+    if task.loss_type is LossType.dft:
+        return -(of_targets.exp().detach() * of_targets).sum()
+    if task.label_smoothing_factor:
+        smooth = LabelSmoother(epsilon=task.label_smoothing_factor)
+        return smooth({"logits": logits[None]}, targets[None]) * is_target.sum()
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
 def _is_quantized(folder: Path) -> bool:

@@ -222,23 +222,26 @@ class TestTritonKernels:
         assert torch.equal(whole, torch.cat([*expected, torch.zeros(1, 70).half()]))
 
     @pytest.mark.parametrize("softcap", [None, 2.0])
-    @pytest.mark.parametrize("wants_grad", [True, False])
-    def test_cross_entropy(self, triton_modules, monkeypatch: pytest.MonkeyPatch, softcap, wants_grad: bool):
+    @pytest.mark.parametrize(("wants_grad", "smoothing"), [(True, 0.0), (False, 0.0), (True, 0.3)])
+    def test_cross_entropy(
+        self, triton_modules, monkeypatch: pytest.MonkeyPatch, softcap, wants_grad: bool, smoothing: float
+    ):
         kernel = import_module("qlora_fsdp.layers.kernels.triton_cross_entropy")
         monkeypatch.setattr(kernel, "MAX_BLOCK", 32)  # so that a row has several blocks, the last of them not full
         torch.manual_seed(0)
         logits, targets = 3 * torch.randn(5, 101), torch.tensor([0, 100, -100, 31, 64])
         exact = logits.double().requires_grad_()
         capped = exact if softcap is None else softcap * torch.tanh(exact / softcap)
-        expected = torch.nn.functional.cross_entropy(capped, targets, ignore_index=-100, reduction="none")
+        options = {"ignore_index": -100, "reduction": "none", "label_smoothing": smoothing}
+        expected = torch.nn.functional.cross_entropy(capped, targets, **options)
         expected.sum().backward()
         before, losses, entropies = logits.clone(), torch.full((5,), -1.0), torch.full((5,), -1.0)
-        kernel.cross_entropy(before.clone(), targets, losses, softcap, wants_grad, entropies)
+        kernel.cross_entropy(before.clone(), targets, losses, softcap, wants_grad, entropies, smoothing)
         spread = torch.distributions.Categorical(logits=capped.detach()).entropy() * (targets != -100)
         torch.testing.assert_close(entropies.double(), spread, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
         losses.fill_(-1.0)
-        kernel.cross_entropy(logits, targets, losses, softcap, wants_grad)
+        kernel.cross_entropy(logits, targets, losses, softcap, wants_grad, smoothing=smoothing)
         torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(logits.double(), exact.grad if wants_grad else before.double(), rtol=1e-5, atol=1e-6)
 

@@ -13,7 +13,7 @@ from qlora_fsdp.layers.rewire import attach_loss
 
 
 def reference(
-    hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None, factor: float
+    hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None, factor: float, smoothing: float = 0.0
 ) -> tuple[Tensor, list[Tensor]]:
     """The summed loss and its gradients by the hidden states and the head's parameters, in float64, by autograd."""
     leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, *head.parameters())]
@@ -21,7 +21,8 @@ def reference(
     logits = factor * F.linear(hidden, *parameters)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    flat = logits.flatten(0, 1)
+    loss = F.cross_entropy(flat, targets.flatten(), ignore_index=-100, reduction="sum", label_smoothing=smoothing)
     (3 * loss).backward()
     return loss.detach(), [leaf.grad for leaf in leaves]
 
@@ -74,3 +75,21 @@ def test_no_target_is_no_loss():
     loss = head(hidden, torch.full((1, 8), -100))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_label_smoothing(monkeypatch, is_frozen: bool, softcap: float | None):
+    monkeypatch.setattr(sizes, "MIN_CHUNK", 32)
+    monkeypatch.setattr(sizes, "LOGITS_BYTES", 1)
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50, bias=False).requires_grad_(not is_frozen)
+    hidden = torch.randn(2, 30, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (2, 30))
+    targets[0, :20] = -100
+    expected, expected_grads = reference(hidden, targets, head, softcap, 1.0, smoothing=0.3)
+    attach_loss(head, LogitTransform(1.0, softcap))
+    loss = head(hidden, targets, "sum", 0.3)
+    (3 * loss).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(hidden.grad.double(), expected_grads[0], rtol=1e-5, atol=1e-6)

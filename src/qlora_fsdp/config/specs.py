@@ -329,6 +329,7 @@ class StepSpec:
         early_stopping_patience: evaluations in a row without a lower loss that end the run; None: none do.
         deterministic: whether the run repeats to the bit.
         num_iterations: steps on the same sequences, one after another.
+        group_by_length: whether the sequences of a step are to be of like lengths.
     """
 
     micro_batch_size: int
@@ -345,6 +346,7 @@ class StepSpec:
     early_stopping_patience: int | None = None
     deterministic: bool = False
     num_iterations: int = 1
+    group_by_length: bool = False
 
     @classmethod
     def of(
@@ -374,6 +376,7 @@ class StepSpec:
             early_stopping_patience=training.early_stopping_patience,
             deterministic=training.deterministic,
             num_iterations=num_iterations,
+            group_by_length=training.group_by_length,
         )
 
 

@@ -159,6 +159,8 @@ class Sequences:
         is_packed: whether sequences may hold several rows.
         reference: float32 [len(rows), 2], log-probabilities of answers under the model before training (see
             `Batch.reference`); None where each step computes them, or where none are needed.
+        group_size: how many sequences, one after another, are of like lengths (`group_by_length`); 0: no order by
+            lengths.
     """
 
     rows: Rows
@@ -168,6 +170,7 @@ class Sequences:
     pad_token_id: int
     is_packed: bool
     reference: NDArray[np.float32] | None = None
+    group_size: int = 0
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -230,9 +233,24 @@ class Sequences:
         parts = []
         while first < last:
             epoch, offset = divmod(first, len(self))
-            parts.append(epoch_order(len(self), seed, epoch)[offset : offset + last - first])
+            parts.append(self._order_of(seed, epoch)[offset : offset + last - first])
             first += len(parts[-1])
         return np.concatenate(parts)
+
+    def _order_of(self, seed: int, epoch: int) -> Indices:
+        """The order of an epoch, which every step asks for."""
+        order = epoch_order(len(self), seed, epoch)
+        if self.group_size == 0:
+            return order
+        if (seed, epoch) not in self._grouped:
+            self._grouped.clear()
+            self._grouped[seed, epoch] = group_by_length(order, self.lengths, self.group_size)
+        return self._grouped[seed, epoch]
+
+    @cached_property
+    def _grouped(self) -> dict[tuple[int, int], Indices]:
+        """The order of the last epoch that was asked for, by seed and epoch."""
+        return {}
 
     def lengths_of(self, indices: Indices) -> NDArray[np.int64]:
         """The room that sequences take, in tokens, [len(indices)]."""
@@ -259,6 +277,25 @@ class Sequences:
 def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
     """The order of sequences in an epoch, [num_sequences]."""
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
+
+
+def group_by_length(order: Indices, lengths: NDArray[np.int64], size: int) -> Indices:
+    """An order in which sequences of like lengths follow one another, as that of transformers' group_by_length.
+
+    Some groups' sequences at a time, at most 50 and at most a quarter of all, are sorted by falling lengths. The
+    longest of all comes first, so that a run for which it is too long ends at once.
+
+    Args:
+        order: a random order of all sequences.
+        lengths: of each sequence, in tokens.
+        size: sequences of a group.
+    """
+    num_groups = max(1, min(len(order) // (size * 4), 50))
+    parts = np.split(order, range(num_groups * size, len(order), num_groups * size))
+    parts = [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
+    longest = int(np.argmax([lengths[part[0]] for part in parts]))
+    parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
+    return np.concatenate(parts)
 
 
 def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> Sequences:

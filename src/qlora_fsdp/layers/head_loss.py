@@ -80,7 +80,9 @@ class HeadLoss:
         self.new_rows = cast(TokenRows, head.token_adapter) if self.head is not head else None
         self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
 
-    def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None, reduction: Reduction = "sum") -> Tensor:
+    def __call__(
+        self, hidden_BLD: Tensor, targets_BL: Tensor | None = None, reduction: Reduction = "sum", smoothing: float = 0.0
+    ) -> Tensor:
         """The loss -log p(target), and 0 for targets that are -100, in float32. Without targets, the logits.
 
         Args:
@@ -89,12 +91,14 @@ class HeadLoss:
             reduction: `sum` over all targets, a scalar; `none`, the loss of each token, [B, L]; or `with_entropy`,
                 [2, B, L], the losses and, without gradient, the entropies of what is predicted, in nats and 0 where
                 there is no target. Liger has `sum` alone.
+            smoothing: part of a token's loss that is the mean over the vocabulary in place of the target's. Liger has
+                none.
         """
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         if self.factor != 1.0:
             hidden_BLD = hidden_BLD * self.factor
-        losses = self._losses(hidden_BLD.flatten(0, 1), targets_BL.flatten(), reduction)
+        losses = self._losses(hidden_BLD.flatten(0, 1), targets_BL.flatten(), reduction, smoothing)
         match reduction:
             case "sum":
                 return losses.sum()
@@ -105,7 +109,7 @@ class HeadLoss:
             case _:
                 assert_never(reduction)
 
-    def _losses(self, hidden: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+    def _losses(self, hidden: Tensor, targets: Tensor, reduction: Reduction, smoothing: float) -> Tensor:
         """The loss of each token, [B * L], or of Liger's kernel the sum of all; with entropies [2, B * L]."""
         wants_entropy = reduction == "with_entropy"
         if self.is_frozen_linear:
@@ -114,28 +118,30 @@ class HeadLoss:
                 weight = _gather_weight(self.head, hidden.device)
             bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
             if self.new_rows is None and self.kernel == "liger":
-                assert reduction == "sum"
+                assert reduction == "sum" and smoothing == 0.0
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
             if self.new_rows is None and self.kernel == "triton":
                 found = _FusedHeadLoss.apply(  # type: ignore[no-untyped-call]
-                    hidden, weight, bias, targets, self.softcap, wants_entropy
+                    hidden, weight, bias, targets, self.softcap, wants_entropy, smoothing
                 )
                 return torch.stack(found) if wants_entropy else found[0]
             new = (None, None) if self.new_rows is None else (self.new_rows.rows, self.new_rows.replaced)
             found = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
-                hidden, weight, bias, targets, self.softcap, loss_chunk(self.vocab_size), *new, wants_entropy
+                hidden, weight, bias, targets, self.softcap, loss_chunk(self.vocab_size), *new, wants_entropy, smoothing
             )
             return torch.stack(found) if wants_entropy else found[0]
         chunk = loss_chunk(self.vocab_size)
         losses = [
-            checkpoint(self._chunk_losses, h, t, wants_entropy, use_reentrant=False)
+            checkpoint(self._chunk_losses, h, t, wants_entropy, smoothing, use_reentrant=False)
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
         ]
         return torch.cat(losses, -1)
 
-    def _chunk_losses(self, hidden: Tensor, targets: Tensor, wants_entropy: bool) -> Tensor:
+    def _chunk_losses(self, hidden: Tensor, targets: Tensor, wants_entropy: bool, smoothing: float) -> Tensor:
         logits = LogitTransform(cap=self.softcap)(self.logits(hidden).float())
-        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(
+            logits, targets, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
+        )
         return torch.stack([losses, entropies_of(logits.detach(), targets)]) if wants_entropy else losses
 
 
@@ -189,6 +195,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         wants_entropy: bool = False,
+        smoothing: float = 0.0,
     ) -> tuple[Tensor, ...]:
         from qlora_fsdp.layers.kernels.triton_cross_entropy import cross_entropy
 
@@ -201,7 +208,7 @@ class _FusedHeadLoss(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = F.linear(hidden_ND[rows], weight_VD, bias)
             entropies = None if entropies_N is None else entropies_N[rows]
-            cross_entropy(logits, targets_N[rows], losses_N[rows], softcap, wants_grad, entropies)
+            cross_entropy(logits, targets_N[rows], losses_N[rows], softcap, wants_grad, entropies, smoothing)
             if grad_ND is not None:
                 torch.mm(logits, weight_VD, out=grad_ND[rows])
             del logits  # or it would be there while the next chunk is made
@@ -211,7 +218,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND.float() * grads[0].unsqueeze(1)).to(grad_ND.dtype), None, None, None, None, None
+        return (grad_ND.float() * grads[0].unsqueeze(1)).to(grad_ND.dtype), None, None, None, None, None, None
 
 
 def _outputs(ctx: Any, losses_N: Tensor, entropies_N: Tensor | None) -> tuple[Tensor, ...]:
@@ -242,6 +249,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         new_KD: Tensor | None,
         replaced: Tensor | None,
         wants_entropy: bool = False,
+        smoothing: float = 0.0,
     ) -> tuple[Tensor, ...]:
         wants_grad = ctx.needs_input_grad[0]
         grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
@@ -263,13 +271,18 @@ class _FrozenHeadLoss(torch.autograd.Function):
             valid = (targets != IGNORE_INDEX).unsqueeze(1)
             index = targets.clamp(min=0).unsqueeze(1)
             norm = torch.logsumexp(logits, 1, keepdim=True)
-            losses_N[rows] = ((norm - logits.gather(1, index)) * valid).squeeze(1)
+            expected = logits.gather(1, index)
+            if smoothing:
+                expected = (1.0 - smoothing) * expected + smoothing * logits.mean(1, keepdim=True)
+            losses_N[rows] = ((norm - expected) * valid).squeeze(1)
             if entropies_N is not None:
                 entropies_N[rows] = entropies_of(logits, targets)
             if grad_ND is not None:
                 slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
                 grad = logits.sub_(norm).exp_()  # softmax
-                grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand(len(index), 1))
+                if smoothing:
+                    grad.sub_(smoothing / grad.shape[1])
+                grad.scatter_add_(1, index, grad.new_full((1, 1), smoothing - 1.0).expand(len(index), 1))
                 grad.mul_(valid)
                 if slope is not None:
                     grad.mul_(slope)
@@ -291,4 +304,4 @@ class _FrozenHeadLoss(torch.autograd.Function):
         grad_ND, grad_NK, hidden_ND = ctx.saved_tensors
         factors = grads[0].unsqueeze(1)
         grad_KD = None if grad_NK is None else (grad_NK * factors).t() @ hidden_ND.float()
-        return (grad_ND.float() * factors).to(grad_ND.dtype), None, None, None, None, None, grad_KD, None, None
+        return (grad_ND.float() * factors).to(grad_ND.dtype), None, None, None, None, None, grad_KD, None, None, None

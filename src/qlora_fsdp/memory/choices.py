@@ -42,7 +42,7 @@ def ways_to_share(work: Workload) -> Iterator[Workload]:
         shared = work.with_values({"distributed.context_parallel": num_slices})
         conflicts = check_context_parallel(
             shared.config.distributed,
-            config.task.name,
+            config.task,
             config.training,
             config.tracking,
             config.model.attn_implementation,

@@ -207,7 +207,7 @@ def adapt_model(
     adapted = apply_adapters(meta.model, lora, task.name, tokens, unreached)
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(adapted, loss_kernel, transform)
+            return CausalLM(adapted, loss_kernel, transform, task.settings)
         case TaskName.preference:
             return PreferenceLM(adapted, task.preference, loss_kernel, transform)
         case TaskName.grpo:

@@ -96,17 +96,18 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_task.check_labels(config.task)
     yield from check_task.check_labelled_rows(config.task, data, training)
     yield from check_task.check_compared_rows(task, data, training)
+    yield from check_task.check_loss(config.task, config.kernels)
     yield from check_task.check_preference(task, config.kernels, lora, config.tokenizer)
     yield from check_rollouts.check_rollouts(config)
     yield from check_rollouts.check_rewards(config.task, config.reward)
     yield from check_training.check_fsdp(config.fsdp, config.optim)
     yield from check_training.check_tiles(config.memory, lora)
     yield from check_training.check_optim(config.optim, training.max_steps)
-    yield from check_training.check_steps(training, data)
+    yield from check_training.check_steps(training, data, config.task)
     yield from check_training.check_repeatable(training, model.attn_implementation)
     yield from check_training.check_checkpoints(config.checkpoint, training)
     yield from check_training.check_context_parallel(
-        config.distributed, config.task.name, training, tracking, model.attn_implementation
+        config.distributed, config.task, training, tracking, model.attn_implementation
     )
     yield from check_launch.check_accelerate_file(config.launch)
     yield from check_launch.check_time_limit(config.slurm)

@@ -15,6 +15,7 @@ from qlora_fsdp.config.schema import (
     KernelsConfig,
     LoraConfig,
     LossOn,
+    LossType,
     ProblemType,
     TaskConfig,
     TaskName,
@@ -88,6 +89,16 @@ def check_compared_rows(task: TaskSpec, data: DataConfig, training: TrainingConf
     if task.name is TaskName.reward and training.packing is True:
         reason = f"lets rows share a sequence, and the head of {name} sees its last token alone."
         yield problem_with(training, "training.packing", reason, "Set task=reward, or training=padded.")
+
+
+def check_loss(task: TaskConfig, kernels: KernelsConfig) -> Iterator[Problem]:
+    """Yields what the kernel of the loss can't compute of the loss that is asked for."""
+    is_plain = task.loss_type is LossType.nll and task.label_smoothing_factor == 0.0
+    if kernels.cross_entropy is Kernel.liger and not is_plain:
+        is_smoothed = task.loss_type is LossType.nll
+        asked = "task.label_smoothing_factor" if is_smoothed else "task.loss_type=dft"
+        reason = f"can't be used with {asked}: Liger's kernel sums the plain loss over all tokens."
+        yield problem_with(kernels, "kernels.cross_entropy", reason, "Set kernels.cross_entropy=auto.")
 
 
 def check_preference(

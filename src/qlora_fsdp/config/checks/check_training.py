@@ -24,6 +24,7 @@ from qlora_fsdp.config.schema import (
     OnBadStep,
     OptimConfig,
     ShardingStrategy,
+    TaskConfig,
     TaskName,
     TrackingConfig,
     TrainingConfig,
@@ -92,7 +93,7 @@ def _check_schedule(optim: OptimConfig) -> Iterator[Problem]:
             yield problem_with(optim, key, reason, f"Set {name} to {known[name]:g}, the default, or the like.")
 
 
-def check_steps(training: TrainingConfig, data: DataConfig) -> Iterator[Problem]:
+def check_steps(training: TrainingConfig, data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
     """Yields what is wrong with the steps themselves."""
     if training.micro_batch_size == "auto" and training.global_batch_size is None:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
@@ -100,6 +101,10 @@ def check_steps(training: TrainingConfig, data: DataConfig) -> Iterator[Problem]
         yield problem_with(training, "training.micro_batch_size", reason, fix)
     if training.precision is Dtype.float16:
         yield problem_with(training, "training.precision", NO_FLOAT16, "Set training.precision=auto.")
+    if training.group_by_length and (data.streaming or task.name.writes_answers):
+        shown = show("data.streaming", True) if data.streaming else show("task.name", task.name)
+        reason = f"needs the lengths of all rows, and with {shown} these are not known."
+        yield problem_with(training, "training.group_by_length", reason, "Leave it out.")
     has_end = training.max_steps is not None or data.max_rows is not None
     if data.format is DataFormat.random and not has_end:
         reason = "sets no end, and random data (data.format=random) has none."
@@ -150,7 +155,7 @@ def _are_evaluated(every_steps: int | None, eval_every_steps: int | None) -> boo
 
 def check_context_parallel(
     distributed: DistributedConfig,
-    task: TaskName,
+    task: TaskConfig,
     training: TrainingConfig,
     tracking: TrackingConfig,
     attention: AttnImplementation,
@@ -159,7 +164,7 @@ def check_context_parallel(
 
     Args:
         distributed: the section `distributed`.
-        task: task.name.
+        task: the section `task`.
         training: the section `training`.
         tracking: the section `tracking`.
         attention: model.attn_implementation.
@@ -167,8 +172,10 @@ def check_context_parallel(
     if distributed.num_slices == 1:
         return
     refused: list[tuple[str, Any, str]] = []
-    if task is not TaskName.causal_lm:
-        refused.append(("task.name", task, _WHOLE))
+    if task.name is not TaskName.causal_lm:
+        refused.append(("task.name", task.name, _WHOLE))
+    if task.neftune_noise_alpha is not None:
+        refused.append(("task.neftune_noise_alpha", task.neftune_noise_alpha, _WHOLE))
     if training.router_aux_loss_coef > 0:
         refused.append(("training.router_aux_loss_coef", training.router_aux_loss_coef, _WHOLE))
     if tracking.num_generations > 0:

@@ -58,7 +58,15 @@ from qlora_fsdp.config.schema.sharding import (
     ShardingStrategy,
     SlurmConfig,
 )
-from qlora_fsdp.config.schema.task import PreferenceConfig, PreferenceLoss, ProblemType, RunConfig, TaskConfig, TaskName
+from qlora_fsdp.config.schema.task import (
+    LossType,
+    PreferenceConfig,
+    PreferenceLoss,
+    ProblemType,
+    RunConfig,
+    TaskConfig,
+    TaskName,
+)
 from qlora_fsdp.config.schema.training import (
     DEFAULT_GLOBAL_BATCH,
     CheckpointConfig,
@@ -106,6 +114,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "LossOn",
+    "LossType",
     "LrScheduler",
     "MatmulKind",
     "MemoryConfig",

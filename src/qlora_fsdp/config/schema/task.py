@@ -86,12 +86,18 @@ class TaskName(Enum):
                 assert_never(unknown)
 
 
+class LossType(Enum):
+    nll = "nll"
+    dft = "dft"
+
+
 class ProblemType(Enum):
     single_label_classification = "single_label_classification"
     multi_label_classification = "multi_label_classification"
     regression = "regression"
 
 
+_CAUSAL = when("task.name", TaskName.causal_lm)
 _WITH_LABELS = when(
     "task.name",
     *(name for name in TaskName if name.has_labels),
@@ -117,6 +123,24 @@ class TaskConfig:
     # Weights of the labels in the loss, in the same order. Where a row may have several labels, they weigh the positive
     # ones. `balanced` weighs each label inversely to how often it occurs. null weighs all alike.
     class_weights: Any = setting(None, Run.other, _WITH_LABELS, files=Files.adapters)
+    # The loss of causal_lm, by TRL's names. nll: the cross-entropy of the next token. dft: each token's, times the
+    # probability that the model gives it (arXiv:2508.05629). Evaluations tell the cross-entropy.
+    loss_type: LossType = setting(LossType.nll, Run.other, _CAUSAL, files=Files.adapters)
+    # Part of the loss that is the mean over all tokens of the vocabulary in place of the next token's, as in
+    # transformers (arXiv:1512.00567). Evaluations have none.
+    label_smoothing_factor: float = setting(
+        0.0,
+        Run.other,
+        (*_CAUSAL, *when("task.loss_type", LossType.nll)),
+        files=Files.adapters,
+        bounds=at_least(0, below=1),
+        other_names=("label_smoothing",),
+    )
+    # NEFTune (arXiv:2310.05914): noise on the embeddings of training rows, uniform and at most this much over the root
+    # of tokens x hidden size. The paper takes 5 to 15. null: none.
+    neftune_noise_alpha: float | None = setting(
+        None, Run.other, _CAUSAL, files=Files.adapters, bounds=above(0), other_names=("neftune_alpha",)
+    )
 
     @property
     def is_causal(self) -> bool:

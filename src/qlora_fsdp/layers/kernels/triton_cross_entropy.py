@@ -31,10 +31,12 @@ def _cross_entropy_kernel(
     softcap,
     num_columns,
     row_stride,
+    smoothing,
     IGNORE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANTS_GRAD: tl.constexpr,
     WANTS_ENTROPY: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program computes one row: the token's loss, and with WANTS_GRAD the gradient of its logits.
@@ -56,10 +58,13 @@ def _cross_entropy_kernel(
     largest = float("-inf")
     total = 0.0
     weighted = 0.0
+    summed = 0.0
     for start in range(0, num_columns, BLOCK):
         x = tl.load(logits + start + columns, mask=start + columns < num_columns, other=float("-inf")).to(tl.float32)
         if HAS_SOFTCAP:
             x = tl.where(start + columns < num_columns, softcap * _tanh(x / softcap), float("-inf"))
+        if HAS_SMOOTHING:
+            summed += tl.sum(tl.where(start + columns < num_columns, x, 0.0), 0)
         new = tl.maximum(largest, tl.max(x, 0))
         if WANTS_ENTROPY:
             terms = tl.where(x > float("-inf"), tl.exp(x - new) * x, 0.0)
@@ -72,6 +77,8 @@ def _cross_entropy_kernel(
     own = tl.load(logits + target).to(tl.float32)
     if HAS_SOFTCAP:
         own = softcap * _tanh(own / softcap)
+    if HAS_SMOOTHING:
+        own = (1.0 - smoothing) * own + smoothing * summed / num_columns
     tl.store(losses + row, log_sum - own)
     if WANTS_GRAD:
         tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
@@ -81,7 +88,12 @@ def _cross_entropy_kernel(
             if HAS_SOFTCAP:
                 slope = _tanh(x / softcap)
                 x = softcap * slope
-            grad = tl.exp(x - log_sum) - tl.where(start + columns == target, 1.0, 0.0)
+            if HAS_SMOOTHING:
+                rest = smoothing / num_columns
+                wanted = tl.where(start + columns == target, 1.0 - smoothing + rest, rest)
+            else:
+                wanted = tl.where(start + columns == target, 1.0, 0.0)
+            grad = tl.exp(x - log_sum) - wanted
             if HAS_SOFTCAP:
                 grad *= 1.0 - slope * slope
             tl.store(logits + start + columns, grad.to(logits.dtype.element_ty), mask=is_column)
@@ -94,6 +106,7 @@ def cross_entropy(
     softcap: float | None,
     grad: bool,
     entropies_N: Tensor | None = None,
+    smoothing: float = 0.0,
 ) -> None:
     """Write each token's loss, and in the place of its logits their gradient.
 
@@ -104,6 +117,7 @@ def cross_entropy(
         softcap: logits become `softcap * tanh(logits / softcap)` first; None leaves them as they are.
         grad: whether the gradient is wanted.
         entropies_N: float32, written: the entropy of what each row predicts, or 0 without a target; None: not wanted.
+        smoothing: part of the loss that is the mean over all columns in place of the target's.
     """
     num_rows, num_columns = logits_NV.shape
     assert logits_NV.stride(1) == 1
@@ -116,10 +130,12 @@ def cross_entropy(
         0.0 if softcap is None else softcap,
         num_columns,
         logits_NV.stride(0),
+        smoothing,
         IGNORE=IGNORE_INDEX,
         HAS_SOFTCAP=softcap is not None,
         WANTS_GRAD=grad,
         WANTS_ENTROPY=entropies_N is not None,
+        HAS_SMOOTHING=smoothing > 0,
         BLOCK=block,
         num_warps=16 if block >= 8192 else 8,
     )

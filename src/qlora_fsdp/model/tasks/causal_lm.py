@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.config.schema import LossType, TaskConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction, entropies_of
@@ -25,6 +26,7 @@ from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.inputs import lay_out_for, masks_without_asking, row_markers
 from qlora_fsdp.model.positions import first_position
+from qlora_fsdp.model.tasks.embedding_noise import EmbeddingNoise
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
 
@@ -43,6 +45,7 @@ class CausalLM(TaskModel):
         model: the wrapped model, on meta or not.
         loss_kernel: what computes the loss of a frozen head.
         transform: what makes logits of the head's output; None if the logits are made in another way.
+        task: the loss, and noise on embeddings, in training.
 
     Attributes:
         router_loss: what is added in training for a mixture of experts; None for nothing.
@@ -55,8 +58,12 @@ class CausalLM(TaskModel):
         model: peft.PeftModel,
         loss_kernel: LossKernel = "torch",
         transform: LogitTransform | None = UNCHANGED,
+        task: TaskConfig | None = None,
     ) -> None:
         super().__init__(model)
+        task = task or TaskConfig()
+        self.loss_type = task.loss_type
+        self.smoothing = task.label_smoothing_factor
         self.transform = transform
         self.is_recurrent = has_recurrent_layers(self.base)
         self.wants_one_sequence = wants_one_sequence(self.base)
@@ -70,14 +77,28 @@ class CausalLM(TaskModel):
             if not attach_loss(head, transform, loss_kernel):
                 own.append(cast(nn.Module, self.head))
         self.gathered_by_model = own
+        self.noise: EmbeddingNoise | None = None
+        if task.neftune_noise_alpha is not None:
+            self.noise = EmbeddingNoise(task.neftune_noise_alpha)
+            if embeddings not in own:
+                embeddings.register_forward_hook(self._add_noise)
+
+    def _add_noise(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        assert self.noise is not None
+        return self.noise.add(output)
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar.
 
         In training the router's loss, if there is one, is added to each target's. It is no part of what held-out rows
-        tell, which would not be that of `evaluate` then, and would depend on the micro-batch.
+        tell, which would not be that of `evaluate` then, and would depend on the micro-batch. Nor do held-out rows have
+        label smoothing, another loss, or noise.
         """
-        loss, router_loss = self.losses(batch, "sum")
+        if self.training and self.loss_type is LossType.dft:
+            losses, router_loss = self.losses(batch, "none")
+            loss = (losses * torch.exp(-losses.detach())).sum()
+        else:
+            loss, router_loss = self.losses(batch, "sum")
         return loss if router_loss is None else loss + router_loss * (batch.targets != IGNORE_INDEX).sum()
 
     def losses(self, batch: Batch, reduction: Reduction) -> tuple[Tensor, Tensor | None]:
@@ -93,10 +114,14 @@ class CausalLM(TaskModel):
         if self.first_position:
             inputs["position_ids"] = batch.position_ids + self.first_position
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        if self.noise is not None:
+            self.noise.prepare(given, self.training)
         if embeddings in self.gathered_by_model:
-            inputs["inputs_embeds"] = self._look_up(batch.input_ids)
+            embedded = self._look_up(batch.input_ids)
+            inputs["inputs_embeds"] = embedded if self.noise is None else self.noise.add(embedded)
         else:
             inputs["input_ids"] = batch.input_ids
+        smoothing = self.smoothing if self.training else 0.0
         router_loss = self.router_loss if self.training else None
         if router_loss is not None:
             inputs["output_router_logits"] = True
@@ -104,17 +129,17 @@ class CausalLM(TaskModel):
             with masks_without_asking(batch):
                 outputs = self.base.get_decoder()(**inputs)
             compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
-            loss: Tensor = compute(outputs.last_hidden_state, batch.targets, reduction)
+            loss: Tensor = compute(outputs.last_hidden_state, batch.targets, reduction, smoothing)
         else:
             with masks_without_asking(batch):
                 outputs = self.base(**inputs)
-            loss = self._loss_of(outputs.logits.float().flatten(0, 1), batch.targets.flatten(), reduction)
+            loss = self._loss_of(outputs.logits.float().flatten(0, 1), batch.targets.flatten(), reduction, smoothing)
         return loss, None if router_loss is None else router_loss.of(outputs.router_logits, given)
 
-    def _loss_of(self, logits: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+    def _loss_of(self, logits: Tensor, targets: Tensor, reduction: Reduction, smoothing: float) -> Tensor:
         """The loss where the model makes the logits [N, V] itself; with entropies [2, N]."""
         summed = "sum" if reduction == "sum" else "none"
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction=summed)
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction=summed, label_smoothing=smoothing)
         return torch.stack([loss, entropies_of(logits.detach(), targets)]) if reduction == "with_entropy" else loss
 
     def may_get_zero_gradient(self, name: str) -> bool:

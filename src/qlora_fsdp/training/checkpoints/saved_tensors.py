@@ -152,7 +152,7 @@ def check_like(file: Path, name: str, value: StoredTensor, shape: tuple[int, ...
 
 
 def read_own(file: Path) -> dict[str, StoredTensor]:
-    """Where the state of bitsandbytes' optimizer that a rank saved lies: by the parameter's number and the state's name.
+    """Where the state of bitsandbytes' optimizer of a rank lies: by the parameter's number and the state's name.
 
     Raises:
         BadFile: the file can't be read.
