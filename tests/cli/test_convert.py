@@ -203,7 +203,7 @@ EXPECTED = {
         "optim.loraplus_lr_ratio": 16.0,
         "lora.modules_to_save": ["embed_tokens", "lm_head"],
         "lora.target_modules": ["q_proj", "v_proj"],
-        "optim.name": "adamw_8bit",
+        "optim.name": "paged_adamw_8bit",
         "training.seed": 7,
     },
     "llama_factory/mixed-streaming": {
@@ -253,7 +253,13 @@ EXPECTED = {
     "trl/kto": {"preference.loss": "kto", "optim.warmup_ratio": 0.1, "preference.undesirable_weight": 1.33},
     "trl/reward": {"task.name": "reward", "lora.modules_to_save": ["score"], "training.num_epochs": 1.0},
     "trl/sft-dora-gptoss": {"optim.lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "training.global_batch_size": 32},
-    "trl/sft-whole-model": {"data.loss_on": "all", "optim.betas": [0.9, 0.99], "optim.lr_scheduler_type": "cosine"},
+    "trl/sft-whole-model": {
+        "optim.name": "adafactor",
+        "task.neftune_noise_alpha": 5,
+        "data.loss_on": "all",
+        "optim.betas": [0.9, 0.99],
+        "optim.lr_scheduler_type": "cosine",
+    },
     "trl/sft-streaming": {"data.streaming": True, "training.max_steps": 1000, "training.eval_every_steps": None},
     "accelerate/fsdp-qlora": {"launch.num_processes": 2, "fsdp.cpu_offload": True},
     "accelerate/fsdp2": {"memory.activations": "full", "training.precision": "bfloat16"},
@@ -270,11 +276,11 @@ def test_settings_have_their_counterparts(name: str) -> None:
 
 
 LEFT_OUT = {
-    "axolotl/whole-model": ["adapter: null", "optimizer: muon", "lr_scheduler: one_cycle", "neftune_noise_alpha: 5"],
+    "axolotl/whole-model": ["adapter: null", "optimizer: muon", "lr_scheduler: one_cycle"],
     "axolotl/reward": ["chat_template: gemma", "num_labels: 1"],
     "axolotl/local-completions": ["trust_remote_code: true"],
     "llama_factory/unsloth-ds": ["rope_scaling: linear", "use_unsloth: true", "val_size: 100", "deepspeed: examples"],
-    "trl/sft-whole-model": ["use_peft: false", "optim: adafactor", "lr_scheduler_type: inverse_sqrt"],
+    "trl/sft-whole-model": ["use_peft: false", "lr_scheduler_type: inverse_sqrt"],
     "trl/sft-streaming": ["eval_steps: 0.1"],
 }
 
@@ -363,3 +369,17 @@ def test_accelerate_files_of_other_projects_run_or_say_what_differs(tmp_path: Pa
     assert code == 0 and "Finished: 1 step" in printed, printed
     code, printed = run_forked(tmp_path, "train", *typed, "run.name=two", f"launch.config_file={files / 'fsdp2.yaml'}")
     assert code == 0 and "Finished: 1 step" in printed, printed
+
+
+def test_numbers_in_quotes_are_numbers(tmp_path: Path) -> None:
+    """YAML reads `"2e-4"` as text, and those projects make a number of it; names of digits stay text."""
+    (tmp_path / "a.yaml").write_text(
+        'model_name_or_path: a/b\nlearning_rate: "2e-4"\nnum_train_epochs: "3"\nper_device_train_batch_size: "2"\n'
+        'lora_r: "8"\nload_in_4bit: "false"\nuse_peft: "true"\nwarmup_steps: "10"\nrun_name: "1.10"\n'
+        'dataset_name: a/c\nneftune_noise_alpha: "5"\nloss_type: dft\nlabel_smoothing_factor: "0"\n'
+    )
+    values = yaml.safe_load(convert_file(tmp_path / "a.yaml", trainer="sft"))
+    training, optim, task = values["training"], values["optim"], values["task"]
+    assert (training["learning_rate"], training["num_epochs"], training["global_batch_size"]) == (2e-4, 3, 2)
+    assert (values["lora"]["r"], values["quant"]["load_in_4bit"], optim["warmup_steps"]) == (8, False, 10)
+    assert (values["run"]["name"], task["neftune_noise_alpha"], task["loss_type"]) == ("1.10", 5, "dft")

@@ -58,7 +58,20 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "optimizer=lion"], ["optimizer=lion is not a setting. Did you mean optim.name?"]),
     ([*TRAIN, "kernels.glu=torch"], ["kernels.glu=torch is no setting any more. Set kernels.liger=true"]),
     ([*TRAIN, "quant=4bit"], ["quant=4bit is no option of quant", "Did you mean quant=nf4?"]),
-    ([*TRAIN, "optim=paged_adamw_8bit"], ["optim=paged_adamw_8bit is no option", "Did you mean optim=adamw_8bit?"]),
+    ([*TRAIN, "optim=adamw8bit"], ["optim=adamw8bit is no option", "Did you mean optim=adamw_8bit?"]),
+    ([*TRAIN, "optim=paged_adamw_8bit"], ["optim.name=paged_adamw_8bit has pages", "Set optim=adamw_8bit."]),
+    ([*TRAIN, "optim=paged_adamw_32bit"], ["which only CUDA has. Set optim=adamw."]),
+    ([*TRAIN, "training.neftune_noise_alpha=5"], ["Did you mean task.neftune_noise_alpha?"]),
+    ([*TRAIN, "task=preference", "task.neftune_noise_alpha=5"], ["task.neftune_noise_alpha=5", "task.name=causal_lm"]),
+    (
+        [*TRAIN, "task.loss_type=dft", "task.label_smoothing_factor=0.1"],
+        ["label_smoothing_factor=0.1", "task.loss_type"],
+    ),
+    (
+        [*TRAIN, "task.loss_type=dft", "kernels.cross_entropy=liger"],
+        ["Liger's kernel sums", "kernels.cross_entropy=auto"],
+    ),
+    ([*TRAIN, "training.group_by_length=true"], ["training.group_by_length=true", "training=padded"]),
     ([*TRAIN, "fsdp=FULL_SHARD"], ["fsdp=FULL_SHARD is no option of fsdp", "Did you mean fsdp=full_shard?"]),
     ([*TRAIN, "tracking=weights"], ["tracking=weights is no option of tracking", "Set tracking to one of these"]),
     # Values

@@ -177,7 +177,10 @@ def test_a_glob_sweeps_over_the_options_of_a_group(capsys: pytest.CaptureFixture
     assert re.findall(r" optim=(\w+) ", capsys.readouterr().out) == ["adamw", "mine"]
     assert main([*argv, "optim=glob(z*)", "lora.r=glob(*)"]) == 2
     errors = capsys.readouterr().err
-    assert "optim=glob(z*) matches no option of optim, which has adamw, adamw_8bit, mine. Set optim=glob(*)." in errors
+    assert (
+        "optim=glob(z*) matches no option of optim, which has adafactor, adamw, adamw_8bit, lion_32bit, lion_8bit, mine, paged_adamw_32bit, paged_adamw_8bit. Set optim=glob(*)."
+        in errors
+    )
     assert "lora.r=glob(*) matches no option of lora.r, which has none. List the values: lora.r=a,b." in errors
 
 

@@ -20,6 +20,7 @@ from qlora_fsdp.config.convert.common_settings import (
     convert_saves,
     convert_schedule,
     convert_targets,
+    convert_texts,
     is_folder_or_file,
     put_sets,
 )
@@ -72,7 +73,6 @@ REASONS = {
     "strict": "unknown settings are always refused",
     "eval_sample_packing": "held-out rows are packed as training's",
     "pad_to_sequence_len": "the end of a sequence is filled up as CUDA graphs need it",
-    "group_by_length": "packed sequences have one length",
     "dataset_prepared_path": MADE_HERE,
     "dataset_processes": MADE_HERE,
     "dataset_num_proc": MADE_HERE,
@@ -115,7 +115,6 @@ REASONS = {
     "wandb_log_model": "set tracking.log_adapter=true",
     "wandb_run_id": "a resumed run knows its own",
     "use_wandb": "tracking.report_to says it",
-    "neftune_noise_alpha": "not here",
     "unfrozen_parameters": "adapters are trained, and what lora.modules_to_save names",
     "relora": "not here",
     "relora_steps": "not here",
@@ -184,6 +183,7 @@ def convert_axolotl(theirs: TheirSettings) -> None:
     theirs.take("float32")
     for name in ("bfloat16",):
         theirs.take(name)
+    convert_texts(theirs)
     theirs.drop(REASONS)
     theirs.finish()
 

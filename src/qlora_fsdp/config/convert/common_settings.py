@@ -13,8 +13,21 @@ BY_ITSELF = "chosen by itself; kernels.* and model.attn_implementation say other
 SHARDED_HERE = "FSDP2 shards the run here, by fsdp.*"
 MADE_HERE = "nothing to set: data is tokenized in parallel and cached"
 LOGGED_HERE = "every step is in metrics.jsonl"
-EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-PLAIN = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit", "adamw_anyprecision")
+OTHER_NAMES = {  # of optimizers that have another name here
+    "adamw_torch": Optimizer.adamw,
+    "adamw_torch_fused": Optimizer.adamw,
+    "adamw_hf": Optimizer.adamw,
+    "adamw_anyprecision": Optimizer.adamw,
+    "adamw_bnb_8bit": Optimizer.adamw_8bit,
+    "paged_adamw": Optimizer.paged_adamw_32bit,
+    "lion": Optimizer.lion_32bit,
+    "lion_pytorch": Optimizer.lion_32bit,
+}
+# Of supervised training, and of no other task here.
+OF_TEXTS = {
+    "neftune_noise_alpha": "task.neftune_noise_alpha",
+    "label_smoothing_factor": "task.label_smoothing_factor",
+}
 # Of transformers' TrainingArguments, on which all three are built.
 OF_TRAINER = {
     "logging_steps": LOGGED_HERE,
@@ -108,19 +121,31 @@ def convert_length(theirs: TheirSettings, num_epochs: float, max_steps: Any) -> 
 
 def convert_optimizer(theirs: TheirSettings, name: Any, value: str) -> None:
     """The optimizer by its name in transformers, and its numbers."""
-    if value in EIGHT_BITS:
-        theirs.put("optim.name", Optimizer.adamw_8bit.value)
-    elif value not in PLAIN:
+    known = OTHER_NAMES | {optimizer.value: optimizer for optimizer in Optimizer}
+    if value not in known:
         theirs.leave_out(name, value, "not here: adamw is taken, whose learning rate may have to be another")
-    if value.startswith("paged_"):
-        theirs.remarks["optim.name"] = "unpaged: optimizer state is sharded, and small with adapters"
-        theirs.settings.setdefault("optim.name", Optimizer.adamw.value)
+    elif known[value] is not Optimizer.adamw:
+        theirs.put("optim.name", known[value].value)
     beta1 = theirs.take("adam_beta1", 0.9)
     beta2 = theirs.take("adam_beta2", 0.999)
     if (beta1, beta2) != (0.9, 0.999):
         theirs.put("optim.betas", [float(beta1), float(beta2)])
     theirs.rename({"adam_epsilon": "optim.eps", "weight_decay": "optim.weight_decay"})
     theirs.rename({"max_grad_norm": "optim.max_grad_norm", "loraplus_lr_ratio": "optim.loraplus_lr_ratio"})
+    theirs.rename({"embedding_lr": "optim.embedding_learning_rate"})
+    theirs.rename({"loraplus_lr_embedding": "optim.embedding_learning_rate"})
+
+
+def convert_texts(theirs: TheirSettings) -> None:
+    """What is of supervised training alone, and of padded rows alone. The task and the packing are known by now."""
+    if "task.name" in theirs.settings:
+        theirs.drop(dict.fromkeys(OF_TEXTS, "of supervised training alone here"))
+    else:
+        theirs.rename(OF_TEXTS)
+    if theirs.settings.get("training.packing", True) is False:
+        theirs.rename({"group_by_length": "training.group_by_length"})
+    else:
+        theirs.drop({"group_by_length": "packed sequences have one length"})
 
 
 def convert_schedule(theirs: TheirSettings, name: str, default: str) -> None:

@@ -20,6 +20,7 @@ from qlora_fsdp.config.convert.common_settings import (
     convert_saves,
     convert_schedule,
     convert_targets,
+    convert_texts,
     convert_trackers,
     put_sets,
 )
@@ -65,7 +66,6 @@ REASONS = {
     "pissa_init": "it would start from the full-precision weights",
     "pissa_iter": "it would start from the full-precision weights",
     "pissa_convert": "it would start from the full-precision weights",
-    "loraplus_lr_embedding": "embeddings have the rate of the rest",
     "quantization_method": "formats here are nf4, fp4 and int8, quantized while the files are read",
     "quantization_device_map": "formats here are nf4, fp4 and int8, quantized while the files are read",
     "use_galore": "not here",
@@ -73,8 +73,6 @@ REASONS = {
     "use_badam": "not here",
     "use_muon": "not here",
     "use_llama_pro": "not here",
-    "use_dft_loss": "not here",
-    "neftune_noise_alpha": "not here",
     "shift_attn": "not here",
     "mixture_of_depths": "not here",
     "freeze_vision_tower": "the text part is trained",
@@ -152,6 +150,7 @@ def convert_llama_factory(theirs: TheirSettings, folder: Path) -> None:
         theirs.put("training.packing", False, "packing is off there; auto packs rows, and is faster")
     if theirs.take("fp16", False):
         theirs.leave_out("fp16", True, "float16 needs loss scaling; bfloat16 is taken where the GPU has it")
+    convert_texts(theirs)
     theirs.drop(REASONS)
     theirs.finish()
 
@@ -163,6 +162,8 @@ def _convert_stage(theirs: TheirSettings) -> None:
     task = STAGES.get(stage, "causal_lm")
     if task != "causal_lm":
         theirs.put("task.name", task)
+    elif theirs.take("use_dft_loss", False):
+        theirs.put("task.loss_type", "dft")
     loss = theirs.take("pref_loss", "sigmoid")
     if stage == "dpo":
         theirs.put("preference.loss", LOSSES.get(loss, "dpo"))

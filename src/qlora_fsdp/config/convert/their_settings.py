@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+TEXTS = ("name", "path", "dir", "model", "revision", "dataset", "template", "project", "prompt", "field")  # in names
 NOT_KNOWN = "not known here, and left out"
 
 
@@ -26,6 +28,9 @@ class TheirSettings:
     settings: dict[str, Any] = field(default_factory=dict)
     remarks: dict[str, str] = field(default_factory=dict)
     left_out: list[tuple[str, Any, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.values = {name: _read_quoted(name, value) for name, value in self.values.items()}
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value of a setting of theirs, which counts as dealt with; `default` where it is missing or null."""
@@ -59,3 +64,19 @@ class TheirSettings:
     def finish(self) -> None:
         """Names what nobody has taken."""
         self.drop(dict.fromkeys(list(self.values), NOT_KNOWN))
+
+
+def _read_quoted(name: str, value: Any) -> Any:
+    """A number or a truth value that stands in quotes, which those projects read as what it is; other values as is.
+
+    Names stay text: a run may be called 1.10.
+    """
+    if not isinstance(value, str) or any(word in name for word in TEXTS):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if re.fullmatch(r"[+-]?\d+", value):
+        return int(value)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
+        return float(value)
+    return value

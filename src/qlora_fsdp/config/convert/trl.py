@@ -18,6 +18,7 @@ from qlora_fsdp.config.convert.common_settings import (
     convert_saves,
     convert_schedule,
     convert_targets,
+    convert_texts,
     convert_trackers,
     put_sets,
 )
@@ -54,7 +55,6 @@ REASONS = {
     "max_completion_length": "a row is cut as a whole (data.bad_rows, training.max_length)",
     "truncation_mode": "a row is cut at its end (data.bad_rows)",
     "generate_during_eval": "set tracking.num_generations",
-    "neftune_noise_alpha": "not here",
     "gradient_checkpointing_use_reentrant": "the memory plan chooses (memory.activations)",
     "disable_dropout": "set lora.lora_dropout=0",
     "reference_free": "not here",
@@ -113,6 +113,7 @@ def convert_trl(theirs: TheirSettings, trainer: str) -> None:
         theirs.put("training.packing", False, "packing is off there; auto packs rows, and is faster")
     if theirs.take("fp16", False):
         theirs.leave_out("fp16", True, "float16 needs loss scaling; bfloat16 is taken where the GPU has it")
+    convert_texts(theirs)
     theirs.drop(REASONS)
     theirs.finish()
 
@@ -138,7 +139,9 @@ def _convert_task(theirs: TheirSettings, trainer: str) -> None:
     kind = theirs.take("loss_type", "nll" if trainer == "sft" else "sigmoid")
     losses = [kind] if isinstance(kind, str) else list(kind)
     if trainer == "sft":
-        if losses != ["nll"]:
+        if losses == ["dft"]:
+            theirs.put("task.loss_type", "dft")
+        elif losses != ["nll"]:
             theirs.leave_out("loss_type", kind, "the loss of every target counts alike here")
         return
     if trainer == "reward":

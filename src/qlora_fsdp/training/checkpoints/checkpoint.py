@@ -232,7 +232,7 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _load_own_state(optimizer: LocalBitsandbytes, file: Path, saved: dict[str, StoredTensor]) -> None:
-    """Give each parameter the state of bitsandbytes' optimizer that this rank saved, after comparing it with a new one."""
+    """Give each parameter the state of bitsandbytes' optimizer that this rank saved, once it is like a new one."""
     inner = optimizer.inner
     inner.state.clear()
     for number, (_, param) in enumerate(optimizer.pairs):
