@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.optim import PagedAdamW8bit, PagedAdamW32bit
+from bitsandbytes.optim.adamw import PagedAdamW8bit, PagedAdamW32bit
 from torch import nn
 
 from qlora_fsdp.config.schema import OptimConfig, Optimizer

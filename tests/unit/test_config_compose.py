@@ -49,7 +49,7 @@ def test_every_option_composes_and_validates(group: str, option: str, monkeypatc
     if option == "grpo":
         own_data = ["data=default", "data.path=org/name", "reward.functions=[exact_match]"]
     own_model = ["model.path=org/name"] if (group, option) == ("model", "custom") else []
-    world = World(has_fp8=option == "fp8")
+    world = World(has_fp8=option == "fp8", device_type="cuda" if option.startswith("paged") else "cpu")
     check(load_config([*without, f"{group}={option}", *own_data, *own_model]), world)
 
 

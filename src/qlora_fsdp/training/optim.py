@@ -254,14 +254,15 @@ def make_optimizer(
 
 def _bitsandbytes_class(name: Optimizer) -> Any:
     """The class of bitsandbytes that has this name in transformers."""
-    from bitsandbytes import optim
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit, PagedAdamW32bit
+    from bitsandbytes.optim.lion import Lion8bit, Lion32bit
 
     classes = {
-        Optimizer.adamw_8bit: optim.AdamW8bit,
-        Optimizer.paged_adamw_8bit: optim.PagedAdamW8bit,
-        Optimizer.paged_adamw_32bit: optim.PagedAdamW32bit,
-        Optimizer.lion_32bit: optim.Lion32bit,
-        Optimizer.lion_8bit: optim.Lion8bit,
+        Optimizer.adamw_8bit: AdamW8bit,
+        Optimizer.paged_adamw_8bit: PagedAdamW8bit,
+        Optimizer.paged_adamw_32bit: PagedAdamW32bit,
+        Optimizer.lion_32bit: Lion32bit,
+        Optimizer.lion_8bit: Lion8bit,
     }
     return classes[name]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,7 @@ from qlora_fsdp.config.specs import DataSpec, ModuleSpec, RunSpec, ShardSpec, St
 from qlora_fsdp.config.world import describe_slices
 from qlora_fsdp.data.questions import prepare_questions
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
-from qlora_fsdp.data.sequences import Sequences, TrainingData
+from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.streams.stream import open_stream
 from qlora_fsdp.layers.rewire import use_tiles
@@ -249,7 +249,7 @@ def _prepare_data(
         data = prepare_rows(spec.data, tokenizer, processes, model.vocab_size)
         split = split_batches(spec.steps, processes.num_ranks, len(data.train))
         if spec.steps.group_by_length:
-            grouped = replace(cast(Sequences, data.train), group_size=split.global_batch_size)
+            grouped = replace(data.train, group_size=split.global_batch_size)
             data = replace(data, train=grouped)
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):

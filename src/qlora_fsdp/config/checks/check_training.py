@@ -101,6 +101,9 @@ def check_steps(training: TrainingConfig, data: DataConfig, task: TaskConfig) ->
         yield problem_with(training, "training.micro_batch_size", reason, fix)
     if training.precision is Dtype.float16:
         yield problem_with(training, "training.precision", NO_FLOAT16, "Set training.precision=auto.")
+    if training.group_by_length and training.packing is not False:
+        reason = "is of padded rows: packed sequences are of one length."
+        yield problem_with(training, "training.group_by_length", reason, "Set training=padded, or leave it out.")
     if training.group_by_length and (data.streaming or task.name.writes_answers):
         shown = show("data.streaming", True) if data.streaming else show("task.name", task.name)
         reason = f"needs the lengths of all rows, and with {shown} these are not known."

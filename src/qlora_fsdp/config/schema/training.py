@@ -214,9 +214,7 @@ class TrainingConfig:
     )
     # Put padded rows of like lengths into a step, as transformers' sampler of this name: less padding, in an order that
     # is less random. Packed rows have no padding.
-    group_by_length: bool = setting(
-        False, Run.other, when("training.packing", False, fix="training=padded"), files=Files.users
-    )
+    group_by_length: bool = setting(False, Run.other, ALWAYS, files=Files.users)
     # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused,
     # because it needs loss scaling, which is not here.
     precision: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.users, other_names=("bf16", "fp16"))
