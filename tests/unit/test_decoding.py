@@ -258,6 +258,28 @@ def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch)
     assert [request.completion for request in found] == [request.completion for request in few] == expected
 
 
+def test_short_texts_get_more_slots_where_long_ones_take_the_memory(monkeypatch: pytest.MonkeyPatch):
+    """As if there were memory for 600 tokens: one long text at a time, then four short ones beside one another."""
+    model = build("llama")
+    cache, _ = Completer(model, CPU, Sampling(), ENDS, 0)._probe()
+    monkeypatch.setattr(Completer, "_free_bytes", lambda self: cache.slot_bytes(600))
+    made: list[tuple[int, int]] = []
+    allocate = SlotCache.allocate
+
+    def note(cache: SlotCache, num_slots: int, length: int, device: torch.device) -> None:
+        made.append((num_slots, length))
+        allocate(cache, num_slots, length, device)
+
+    monkeypatch.setattr(SlotCache, "allocate", note)
+    short = [Request(prompt, 5) for prompt in prompts()]
+    long = [Request(prompt * 8, 300 - 8 * len(prompt)) for prompt in prompts()[2:4]]
+    completer = Completer(model, CPU, Sampling(), ENDS, 0)
+    completer.complete([*short, *long])
+    assert made == [(1, 384), (4, 128)]
+    for request in (*short, *long):
+        assert request.completion == stock(model, request.prompt, request.max_new_tokens)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

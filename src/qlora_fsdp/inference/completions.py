@@ -24,7 +24,6 @@ from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.trials.row_trial import RowTrial
 from qlora_fsdp.runtime.hardware import is_shortage
@@ -152,7 +151,7 @@ def make_completer(
         Sampling.of(generation),
         end_tokens(generation),
         tokenizer.pad_token_id,
-        max_slots or MAX_SLOTS,
+        max_slots,
         prompt_tokens=SHARED_PROMPT_TOKENS if is_sharded else PROMPT_TOKENS,
         by_rows=ByRows(trained.model) if is_sharded else None,
         stops=StopStrings(tokenizer, stop_strings(generation)),

@@ -30,13 +30,12 @@ from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.turns import end_texts_of
 from qlora_fsdp.data.template_arguments import template_arguments
-from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.completer import Completer, Request, default_slots
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
 from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import blaming_file, generation_config, make_completer, stock_batch_size
-from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
@@ -138,7 +137,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         trusted = model.trained.spec.trust_remote_code
         reason = why_not_by_rows(trained, model.device)
         reason = reason or why_not_in_slots(model.base.config, trusted, with_several_ends=True)
-        size = batch_size or MAX_SLOTS
+        size = batch_size or default_slots(model.device)
         if reason is not None:
             size = stock_batch_size(model.config, trusted, batch_size)
             log.info(f"Tasks: by transformers, {plural(size, 'request')} at a time ({reason})")

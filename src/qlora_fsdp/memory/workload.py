@@ -25,7 +25,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize, TracedModel
 
 LayerKey = tuple[int, Policy, bool]  # kind, policy, whether no layer before it is trained
-MAX_SLOTS = 64  # texts that run at the same time
+MAX_SLOTS = 64  # texts that run at the same time while a model is trained, for which a plan leaves memory
 LENGTH_STEP = 128  # a slot has a multiple of this many tokens
 
 # Beside a graph, this much stays free for the optimizer's step.

@@ -31,7 +31,6 @@ from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.sharding.by_rows import ByRows, texts_of_rank, why_not_by_rows
 
-SLOTS = 256  # texts that a rank writes at the same time where rollout.max_slots is null, if there is memory for them
 HELD_OUT = 2**32 - 1  # stands for the step of held-out prompts
 
 
@@ -165,7 +164,7 @@ class Rollouts:
             sampling,
             self.ends,
             self.tokenizer.pad_token_id or 0,
-            settings.max_slots or SLOTS,
+            settings.max_slots,
             by_rows=ByRows(self.model) if isinstance(self.model, FSDPModule) else None,
             stops=self.stops,
             is_keyed=True,
