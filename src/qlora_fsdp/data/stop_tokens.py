@@ -33,7 +33,10 @@ def remember_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig)
     if place is None and model.tokenizer_path != BYTES:
         place = model.tokenizer_path
     may_download = model.tokenizer_path is None  # else nothing else is needed of the model's files
-    ids = [] if place is None else _read_ids(place, model.revision if place == model.path else None, may_download)
+    ids = []
+    if place is not None:
+        revision = model.revision if place == model.path else None
+        ids = _read_ids(place, revision, may_download)
     known = tokenizer.added_tokens_decoder
     setattr(tokenizer, _REMEMBERED, tuple(token_id for token_id in ids if token_id in known))
 

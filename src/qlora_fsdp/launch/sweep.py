@@ -30,7 +30,7 @@ from qlora_fsdp.config.reading.command_line import parse_arguments
 from qlora_fsdp.config.reading.compose import read_arguments
 from qlora_fsdp.config.reading.overrides import quote, show_typed, split_override
 from qlora_fsdp.config.recorded import find_changes, plain_settings, read_settings
-from qlora_fsdp.config.schema import Config, Run
+from qlora_fsdp.config.schema import Config, KubernetesConfig, Run, SkypilotConfig
 from qlora_fsdp.config.settings import all_settings, problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check_run
@@ -148,7 +148,7 @@ def _check(job: Job) -> list[Problem]:
         changes = _harmful_changes(job)
         if changes:
             return changes
-    there = _mounts_elsewhere(job.config)
+    there = _mounts_elsewhere(job.config.skypilot, job.config.kubernetes)
     problems = [problem for problem in check_run(job.config) if not _is_only_there(problem, there)]
     if job.config.launch.num_processes is not None:
         num_ranks = job.config.launch.num_processes * job.config.slurm.nodes
@@ -156,10 +156,10 @@ def _check(job: Job) -> list[Problem]:
     return problems
 
 
-def _mounts_elsewhere(config: Config) -> list[str]:
+def _mounts_elsewhere(skypilot: SkypilotConfig, kubernetes: KubernetesConfig) -> list[str]:
     """Folders that the nodes of a cluster see, and this host may not."""
-    claimed = [] if config.kubernetes.claim is None else [config.kubernetes.mount_path]
-    return [*config.skypilot.file_mounts, *claimed]
+    claimed = [] if kubernetes.claim is None else [kubernetes.mount_path]
+    return [*skypilot.file_mounts, *claimed]
 
 
 def _is_only_there(problem: Problem, mounts: Sequence[str]) -> bool:

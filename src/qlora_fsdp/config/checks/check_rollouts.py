@@ -9,7 +9,16 @@ from pathlib import Path
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, split_function
-from qlora_fsdp.config.schema import Config, DataFormat, GrpoConfig, Kernel, LossOn, RewardConfig, TaskConfig
+from qlora_fsdp.config.schema import (
+    Config,
+    DataConfig,
+    DataFormat,
+    GrpoConfig,
+    Kernel,
+    LossOn,
+    RewardConfig,
+    TaskConfig,
+)
 from qlora_fsdp.config.settings import problem_about, problem_with, show
 
 
@@ -63,7 +72,7 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
         yield problem_with(rollout, "rollout.max_completion_length", reason, f"Set it below {most}.")
     if rollout.top_p > 1:
         yield problem_with(rollout, "rollout.top_p", "is a probability.", "Set it to 1 or less.")
-    yield from _check_data(config, name)
+    yield from _check_data(config.data, name)
     yield from _check_loss(config.grpo, config)
     refused = (
         ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
@@ -80,9 +89,8 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
         yield problem_with(config.tracking, "tracking.num_generations", reason, "Leave it out.")
 
 
-def _check_data(config: Config, name: str) -> Iterator[Problem]:
+def _check_data(data: DataConfig, name: str) -> Iterator[Problem]:
     """Yields settings of rows that do not go with prompts."""
-    data = config.data
     if data.format is not DataFormat.auto:
         yield problem_with(data, "data.format", f"has no effect with {name}: rows have a prompt.", "Leave it out.")
     if data.loss_on is not LossOn.completion:

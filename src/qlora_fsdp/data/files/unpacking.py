@@ -94,7 +94,9 @@ class _Counted(io.RawIOBase):
     """A stream whose bytes are counted as they are read."""
 
     def __init__(self, stream: IO[bytes], unpacking: Unpacking) -> None:
-        self.stream, self.unpacking, self.num_bytes = stream, unpacking, 0
+        self.stream = stream
+        self.unpacking = unpacking
+        self.num_bytes = 0
 
     def readable(self) -> bool:
         return True

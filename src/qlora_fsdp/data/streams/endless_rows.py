@@ -49,7 +49,9 @@ class EndlessRows:
             self._begin(Position())
 
     def _begin(self, position: Position) -> None:
-        self.position, self._is_from_start, self._num_read = replace(position), position == Position(), 0
+        self.position = replace(position)
+        self._is_from_start = position == Position()
+        self._num_read = 0
         self._rows = iterate_rows(self.source, self.position)
 
 

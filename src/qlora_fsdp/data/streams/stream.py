@@ -69,7 +69,11 @@ class StreamedSequences:
         start: Place | None = None,
         note: Callable[[Window], None] | None = None,
     ) -> None:
-        self.maker, self.num_sequences, self.num_kept, self.key, self.note = maker, num_sequences, num_kept, key, note
+        self.maker = maker
+        self.num_sequences = num_sequences
+        self.num_kept = num_kept
+        self.key = key
+        self.note = note
         settings = maker.settings
         self.max_length, self.pad_token_id = settings.max_length, settings.pad_token_id
         self.is_packed = settings.packing
@@ -180,7 +184,9 @@ def open_stream(
     check_same_files(sources, processes)
     # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
     key = processes.share(_key(spec, tokenizer, sources) if processes.is_main else None, str)
-    start, kept, note = None, None, None
+    start = None
+    kept = None
+    note = None
     if folder is not None:
         own = folder / STREAM_FILE
         others = [] if earlier_folder is None else [earlier_folder / STREAM_FILE]

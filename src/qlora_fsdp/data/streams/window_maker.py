@@ -107,7 +107,9 @@ class WindowMaker:
         Raises:
             DataError: the data can't be read or used; raised on every rank.
         """
-        counter, num_read, num_ends = ProblemCounter(), 0, np.zeros(len(self.sources), dtype=np.int64)
+        counter = ProblemCounter()
+        num_read = 0
+        num_ends = np.zeros(len(self.sources), dtype=np.int64)
         while True:
             drawn = self._draw(place.num_drawn)
             share, read = self._find_kept(place) or self._tokenize(place.positions, drawn)
@@ -294,7 +296,9 @@ class WindowMaker:
             makers: [num_rows], the rank that has made each row.
             users: [num_rows], the group of ranks that trains on it: each rank of it gets the whole row.
         """
-        rank, num_ranks, num_slices = self.processes.rank, self.processes.num_ranks, self.split.num_slices
+        rank = self.processes.rank
+        num_ranks = self.processes.num_ranks
+        num_slices = self.split.num_slices
         made, used = np.flatnonzero(makers == rank), np.flatnonzero(users == rank // num_slices)
         receivers = (users[made, None] * num_slices + np.arange(num_slices)).ravel()
         to_send = np.argsort(receivers, kind="stable") // num_slices

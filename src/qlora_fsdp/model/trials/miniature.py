@@ -68,8 +68,16 @@ _EXPANSIONS = (("mamba_n_heads", "mamba_expand"), ("mamba_num_heads", "expand"),
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")  # parts of the names of what draws random numbers in training
 # What a config derives from its other values, or says of its files.
 _DROPPED = (
-    *("quantization_config", "dtype", "transformers_version", "id2label", "label2id"),
-    *("qk_head_dim", "mamba_headdim", "attention_hidden_size", "attention_head_dim", "kv_channels"),
+    "quantization_config",
+    "dtype",
+    "transformers_version",
+    "id2label",
+    "label2id",
+    "qk_head_dim",
+    "mamba_headdim",
+    "attention_hidden_size",
+    "attention_head_dim",
+    "kv_channels",
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NUM_FIRST = ("first_k_dense_replace", "num_dense_layers")  # layers at the beginning that are of another kind
