@@ -41,7 +41,7 @@ def test_tokens_are_drawn_as_torch_draws_them() -> None:
     draws = Draws(torch.randint(0, 2**62, (9,)), torch.arange(9))
     sampling = Sampling(0.7)
     expected = sampling.choose(logits, None, draws)
-    found = triton_sampling.draw(logits, 0.7, draws.numbers(), hash_factors())
+    found = triton_sampling.draw(logits, 0.7, draws.keys, draws.positions, hash_factors())
     assert found.tolist() == expected.tolist()
     torch.testing.assert_close(
         triton_sampling.log_probs(logits, found, 0.7), sampling.log_probs(logits, expected), rtol=1e-5, atol=1e-5
@@ -54,6 +54,6 @@ def test_tokens_of_no_probability_are_not_drawn() -> None:
     logits = torch.full((64, 5000), float("-inf"))
     logits[:, [7, 4500]] = 0.0
     draws = Draws(torch.arange(64), torch.zeros(64, dtype=torch.int64))
-    found = triton_sampling.draw(logits, 1.0, draws.numbers(), hash_factors())
+    found = triton_sampling.draw(logits, 1.0, draws.keys, draws.positions, hash_factors())
     assert set(found.tolist()) == {7, 4500}
     assert triton_sampling.log_probs(logits, found, 1.0).exp().tolist() == pytest.approx([0.5] * 64)

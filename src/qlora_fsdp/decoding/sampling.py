@@ -64,18 +64,15 @@ class Draws:
         keys = torch.empty(num_rows, dtype=torch.int64, device=device).random_()
         return cls(keys, torch.zeros_like(keys))
 
-    def numbers(self) -> tuple[Tensor, Tensor]:
-        """Two int32 [rows], of which all of a row's random numbers are made."""
-        mixed = _mix(self.keys ^ _mix(self.positions))
-        return mixed.to(torch.int32), (mixed >> 32).to(torch.int32)
-
     def exponentials(self, number: int) -> Tensor:
         """Exponentially distributed numbers float32 [rows, number], each a hash of key, position and column.
 
         Two multiplications and three shifts on 32 bits (https://github.com/skeeto/hash-prospector), between which the
         second half of what a row's key and position give is added.
         """
-        first, second = self.numbers()
+        mixed = _mix(self.keys ^ _mix(self.positions))
+        first = mixed.to(torch.int32)
+        second = (mixed >> 32).to(torch.int32)
         columns = torch.arange(number, dtype=torch.int32, device=self.keys.device)
         bits = columns * _GOLDEN + first[:, None]
         bits ^= (bits >> 16) & 0xFFFF
@@ -148,7 +145,7 @@ class Sampling:
             from qlora_fsdp.layers.kernels import triton_sampling
 
             draws = draws or Draws.new(len(logits), logits.device)
-            return triton_sampling.draw(logits, self.temperature, draws.numbers(), hash_factors())
+            return triton_sampling.draw(logits, self.temperature, draws.keys, draws.positions, hash_factors())
         logits = logits.to(torch.float32, copy=True)
         if seen is not None:
             penalty = self.repetition_penalty

@@ -15,10 +15,19 @@ from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 COLUMNS = 4096  # of a program
 
 
+@triton.jit
+def _mix(values):
+    """uint64 numbers that have nothing in common with these, as `sampling._mix` makes them."""
+    mixed = values + 0x9E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return mixed ^ (mixed >> 31)
+
+
 @kernel
 @triton.jit
 def _draw_kernel(
-    logits, first, second, best, chosen, width, row_stride, inverse_temperature,
+    logits, keys, positions, best, chosen, width, row_stride, inverse_temperature,
     GOLDEN: tl.constexpr, FACTOR_0: tl.constexpr, FACTOR_1: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The largest of logit / temperature - log(exponential number), and its column, of a part of a row."""
@@ -26,10 +35,11 @@ def _draw_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
     value = tl.load(logits + row * row_stride + columns, mask=is_column, other=float("-inf")).to(tl.float32)
-    bits = columns.to(tl.uint32) * GOLDEN + tl.load(first + row).to(tl.uint32)
+    mixed = _mix(tl.load(keys + row).to(tl.uint64) ^ _mix(tl.load(positions + row).to(tl.uint64)))
+    bits = columns.to(tl.uint32) * GOLDEN + mixed.to(tl.uint32)
     bits ^= bits >> 16
     bits *= FACTOR_0
-    bits += tl.load(second + row).to(tl.uint32)
+    bits += (mixed >> 32).to(tl.uint32)
     bits ^= bits >> 15
     bits *= FACTOR_1
     bits ^= bits >> 16
@@ -56,7 +66,7 @@ def _log_sum_kernel(logits, out, width, row_stride, inverse_temperature, COLUMNS
     tl.store(out + row * tl.num_programs(1) + tl.program_id(1), tl.log(total) + shift)
 
 
-def draw(logits: Tensor, temperature: float, numbers: tuple[Tensor, Tensor], factors: tuple[int, int, int]) -> Tensor:
+def draw(logits: Tensor, temperature: float, keys: Tensor, positions: Tensor, factors: tuple[int, int, int]) -> Tensor:
     """Tokens int64 [rows], drawn by the softmax of logits / temperature.
 
     The largest of probabilities that are divided by exponential numbers is a token drawn by them, and so is the largest
@@ -65,7 +75,8 @@ def draw(logits: Tensor, temperature: float, numbers: tuple[Tensor, Tensor], fac
     Args:
         logits: [rows, vocabulary], whose last dimension is contiguous.
         temperature: above 0.
-        numbers: two int32 [rows], of which the exponential numbers of a row are made (`Draws.exponentials`).
+        keys: int64 [rows], of which, with the positions, exponential numbers are made (`Draws.exponentials`).
+        positions: int64 [rows].
         factors: of the hash, as 32-bit numbers, signed or not.
     """
     num_rows, width = logits.shape
@@ -75,7 +86,8 @@ def draw(logits: Tensor, temperature: float, numbers: tuple[Tensor, Tensor], fac
     golden, factor_0, factor_1 = (factor % 2**32 for factor in factors)
     _draw_kernel[(num_rows, num_parts)](
         logits,
-        *numbers,
+        keys,
+        positions,
         best,
         chosen,
         width,
