@@ -79,9 +79,14 @@ DRY_WEIGHTS = [
 ]
 
 
-def tiles(rows: int) -> Iterator[Tile]:
-    """All tiles to try for a number of rows, without splits."""
+def tiles(rows: int, is_of_experts: bool) -> Iterator[Tile]:
+    """All tiles to try for a number of rows, without splits. Each of many experts has a few of the rows."""
     by_rows = {16: [16], 32: [32], 64: [64], 128: [64, 128], 256: [64, 128]}[rows]
+    if is_of_experts:
+        by_rows = [size for size in (16, 32, 64, 128) if size <= rows]
+    elif rows == 256:  # a program has no registers for sums of blocks: it multiplies the weight with its scales
+        yield Tile(64, 256, 1, 1, 4, 3, scales_weight=True)
+        yield Tile(128, 256, 1, 1, 8, 3, scales_weight=True)
     for tile_rows in by_rows:
         shapes = [(64, 4), (128, 8)]
         if tile_rows <= 32:
@@ -357,7 +362,7 @@ def compile_all(weights: list[Weight]) -> list[str]:
         kind: tuple[Any, ...] = weight.quant_type, weight.double_quant, weight.blocksize, bool(weight.experts)
         kind = (*kind, weight.width % 256 == 0)
         for rows in TUNED_ROWS:
-            for tile in tiles(rows):
+            for tile in tiles(rows, weight.experts > 0):
                 if not fits(tile, weight):
                     continue
                 for split in (1,) if weight.experts else (1, 2):
@@ -420,7 +425,7 @@ def tune(weight: Weight, results: Results, device: torch.device, deadline: float
         split_x = bench.split(x)
         exact = bench.exact(x, ends)
         if rows in TUNED_ROWS:
-            found = [tile for tile in tiles(rows) if fits(tile, weight)]
+            found = [tile for tile in tiles(rows, weight.experts > 0) if fits(tile, weight)]
             candidates = [tile._replace(split=split) for tile in found for split in splits(tile, weight, rows)]
             if device.type == "cpu":
                 candidates = candidates[:: len(candidates) // 3]
