@@ -18,9 +18,9 @@ from tests.helpers.model_templates import MODELS, model_template
 
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chats.conversation import format_messages, read_conversation
+from qlora_fsdp.data.chats.stops import stops_of
 from qlora_fsdp.data.chats.template import has_generation_marks
 from qlora_fsdp.data.chats.told import THOUGHTS_LEFT_OUT, WORDS_LEFT_OUT
-from qlora_fsdp.data.chats.turns import stops_of
 from qlora_fsdp.data.row import BadRow
 
 NUM_TEMPLATES = 40

@@ -12,7 +12,7 @@ from tests.helpers.glm import write_glm_files
 
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
+from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer

@@ -19,8 +19,8 @@ from tests.helpers.model_templates import MODELS, model_template
 
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chats.conversation import format_messages, read_conversation
+from qlora_fsdp.data.chats.stops import stops_of
 from qlora_fsdp.data.chats.template import Conversation, Span
-from qlora_fsdp.data.chats.turns import stops_of
 from qlora_fsdp.data.row import BadRow
 
 # TRL's marks have it, and it is in the prompt for the answer: a header, or <think>, or empty thoughts.

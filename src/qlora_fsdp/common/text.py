@@ -128,3 +128,19 @@ def show_size(number: int) -> str:
 def show_bytes(number: int) -> str:
     """Returns a number of bytes, such as `1.50 GiB` or `36.0 MiB`."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"
+
+
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many items two texts or lists have in common at their beginnings.
+
+    It compares halves, which Python does in C.
+    """
+    low = 0
+    high = min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

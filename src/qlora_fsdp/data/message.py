@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 SYSTEM = ("system", "developer")  # roles
@@ -38,3 +40,62 @@ def called_name(message: dict[str, Any]) -> str | None:
 def as_template_sees(message: dict[str, Any]) -> dict[str, Any]:
     """A message without fields that are null, as templates test whether a field is there, and without `train`."""
     return {key: value for key, value in message.items() if value is not None and key not in TRAIN_KEYS}
+
+
+def last_lines_of(message: dict[str, Any]) -> list[str]:
+    """The last line of each thing that a message says, as templates may write it: its words, and what it calls.
+
+    A message without words says its other fields, such as thoughts. A line with quotes or backslashes is there as JSON
+    has it too. None of the lines is empty.
+    """
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    said = [part.get("text") for part in parts if isinstance(part, dict)]
+    said += called_values(message)
+    has_words = any(isinstance(text, str) and text.strip() for text in said)
+    if not has_words:
+        said = [value for key, value in message.items() if key != "role"]
+    lines: list[str] = []
+    for text in said:
+        if isinstance(text, str) and text.strip():
+            lines.append(text.strip().rpartition("\n")[2].strip())
+    escaped = [json.dumps(line, ensure_ascii=False)[1:-1] for line in lines if "\\" in line or '"' in line]
+    return lines + escaped
+
+
+def called_values(message: dict[str, Any]) -> list[str]:
+    """The names of the functions that a message calls, and all names and values of their arguments, as text.
+
+    Arguments that are JSON text are there as a whole too.
+    """
+    calls = message.get("tool_calls")
+    found: list[str] = []
+    for call in calls if isinstance(calls, list) else []:
+        function = function_of(call) or {}
+        name = function.get("name")
+        arguments = function.get("arguments")
+        if isinstance(name, str):
+            found.append(name)
+        if isinstance(arguments, str):
+            found.append(arguments)
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        found += _leaves_of(arguments)
+    return found
+
+
+def _leaves_of(value: Any) -> list[str]:
+    """All names, texts and numbers in a JSON value, as text."""
+    found: list[str] = []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found.append(str(key))
+            found += _leaves_of(item)
+    elif isinstance(value, list):
+        for item in value:
+            found += _leaves_of(item)
+    elif isinstance(value, str):
+        found.append(value)
+    else:
+        found.append(json.dumps(value))
+    return found

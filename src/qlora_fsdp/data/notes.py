@@ -18,9 +18,9 @@ from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.calls import ASSISTANT, USER
 from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import add_tokens, check_end_token, check_markers
+from qlora_fsdp.data.chats.stops import end_texts_of
 from qlora_fsdp.data.chats.template import Conversation, find_variables
 from qlora_fsdp.data.chats.thoughts import find_thoughts
-from qlora_fsdp.data.chats.turns import end_texts_of
 from qlora_fsdp.data.form import find_first
 from qlora_fsdp.data.message import as_template_sees
 from qlora_fsdp.data.read import training_paths

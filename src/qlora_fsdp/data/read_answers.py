@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
+from qlora_fsdp.common.text import num_common
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.chats.turns import num_common
 from qlora_fsdp.data.columns import COMMON_NAMES, MORE_KEYS, NOT_TEXT, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.guess import find_system, first_working, guess_answers, show_columns
 from qlora_fsdp.data.layouts import ANSWERS, LABEL_VALUES, OF_CHATS, layout_columns, read_answers_layout

@@ -13,8 +13,8 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn, Thoughts
+from qlora_fsdp.data.chats.stops import ends_of
 from qlora_fsdp.data.chats.template import Span
-from qlora_fsdp.data.chats.turns import ends_of
 from qlora_fsdp.data.cut import MAY_SPLIT, SAME_ROW, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.parse import parse_row

@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import name_error, shorten
-from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
+from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
 from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
@@ -75,7 +75,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 def generation_config(trained: AssembledModel) -> GenerationConfig:
     """The generation_config.json of the model files, with the tokenizer's padding.
 
-    Generation stops at the ids that the file names, and where answers end in training (`data.chats.turns`): at the
+    Generation stops at the ids that the file names, and where answers end in training (`data.chats.stops`): at the
     tokenizer's end token, and at the token or the text with which its chat template ends answers.
 
     Raises:

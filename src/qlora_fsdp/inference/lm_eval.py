@@ -28,7 +28,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.chats.turns import end_texts_of
+from qlora_fsdp.data.chats.stops import end_texts_of
 from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.decoding.completer import Completer, Request, default_slots
 from qlora_fsdp.decoding.likelihoods import Scorer, Text

@@ -25,7 +25,7 @@ from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, wr
 from qlora_fsdp.common.foreign_files import named_templates, read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
-from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.chats.stops import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
 from qlora_fsdp.inference import merge_weights
 from qlora_fsdp.layers import QuantizedLinear

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
-from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
+from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.decoding.completer import Completer, NoRoom, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import RolloutConfig
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.chats.turns import end_ids_of, end_texts_of
+from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.data.questions import Question
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
