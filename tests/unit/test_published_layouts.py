@@ -338,11 +338,43 @@ def test_the_setting_that_is_named_reads_the_pair_with_all_of_it(name: str):
         assert word is None or word in json.dumps(chosen.fields)
 
 
+TREE = [
+    {"message_id": "1", "parent_id": None, "text": "Two and two?", "role": "prompter", "rank": None},
+    {"message_id": "2", "parent_id": "1", "text": "Five.", "role": "assistant", "rank": 1},
+    {"message_id": "3", "parent_id": "1", "text": "Four.", "role": "assistant", "rank": 0},
+    {"message_id": "4", "parent_id": "3", "text": "And three and three?", "role": "prompter", "rank": None},
+    {"message_id": "5", "parent_id": "3", "text": "And four and four?", "role": "prompter", "rank": None},
+    {"message_id": "6", "parent_id": "4", "text": "Six.", "role": "assistant", "rank": None},
+    {"message_id": "7", "parent_id": "5", "text": "Eight.", "role": "assistant", "rank": None},
+]
+
+
 def test_a_tree_of_messages_is_no_text():
-    row = {"message_id": "2", "parent_id": "1", "text": "Four.", "role": "assistant", "rank": 0}
     with pytest.raises(BadRow, match=r"one message of a tree.*set data\.format=text"):
-        read_row(row, DataFormat.auto, {})
-    assert said(*read_row(row, DataFormat.text, {})) == ["Four."]
+        read_row(TREE[2], DataFormat.auto, {})
+    assert said(*read_row(TREE[2], DataFormat.text, {})) == ["Four."]
+
+
+@pytest.mark.usefixtures("quick_composing")
+def test_the_script_of_the_documents_joins_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The remedy of the message, followed: each path is a conversation, and each answer is trained on once."""
+    with pytest.raises(BadRow) as refused:
+        read_row(TREE[2], DataFormat.auto, {})
+    name, file = re.findall(r'under "(\w+)" in (\S+\.md)', refused.value.detail)[0]
+    documents = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+    script = documents[documents.index(f"**{name} of messages") :].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "trees.py").write_text(script)
+    write_lines(tmp_path / "messages.jsonl", TREE)
+    command = [sys.executable, str(tmp_path / "trees.py"), str(tmp_path / "messages.jsonl")]
+    joined = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "rows.jsonl").write_text(joined)
+    base = ["model=tiny", "model.tokenizer_path=bytes", "training.max_length=2000", "color=never"]
+    assert preview.main([*base, f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "2 rows read, 2 used" in out and "Five." not in out
+    trained = re.findall(r"\[\[(.*?)\]\]", out, re.DOTALL)
+    assert [sum(word in text for text in trained) for word in ("Four.", "Six.", "Eight.")] == [1, 1, 1]
+    assert not any(question["text"] in "".join(trained) for question in TREE if question["role"] == "prompter")
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

@@ -7,20 +7,18 @@ What can't be read without a decision of the user's is asked for: see `ASKED`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.columns import COMMON_NAMES, REQUIRED_KEYS, form_columns, rename
-from qlora_fsdp.data.row import WRONG_KEYS, WRONG_LABEL, BadRow
+from qlora_fsdp.data.row import WRONG_KEYS, WRONG_LABEL, BadRow, read_json
 from qlora_fsdp.data.turn_shapes import (
     as_function,
     find_objects,
     is_list_of_turns,
     is_transcript,
-    read_json_turns,
     read_texts,
     read_tools,
     read_transcript,
@@ -81,13 +79,16 @@ def read_layout(found: Row, data_format: DataFormat, columns: Mapping[str, str])
         if not any(all(key in row for key in keys) for keys in REQUIRED_KEYS.values()):
             row = next((layout.read(row) for layout in CONVERSATIONS if layout.is_of(row)), row)
     for key in TURNS:
-        if isinstance(row.get(key), (str, list)):
-            row = {**row, key: read_texts(read_turns(read_json_turns(key, row[key])))}
+        value = row.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = read_json(key, value)
+        if isinstance(value, list):
+            row = {**row, key: read_texts(read_turns(value))}
     for key in REQUIRED_KEYS[DataFormat.prompt_completion]:
         if isinstance(row.get(key), list):
             row = {**row, key: read_turns(row[key])}
-    if "tools" in row:
-        row = {**row, "tools": read_tools(row["tools"])}
+    if row.get("tools"):
+        row = {**row, "tools": read_tools(read_json("tools", row["tools"]))}
     if data_format in (DataFormat.auto, DataFormat.prompt_completion) and _asks_for_chat(row, columns):
         return _make_chat(row), DataFormat.messages
     return row, data_format
@@ -153,8 +154,8 @@ def _ask_about_label(row: Row) -> Row:
 def _refuse_tree(row: Row) -> Row:
     raise BadRow(
         WRONG_KEYS,
-        "one message of a tree (parent_id), and no conversation. Write each path from a message without a parent to"
-        " one without replies as a row of messages; to train on every message as plain text, set data.format=text",
+        "one message of a tree (parent_id), and no conversation. Join the messages to conversations first, by the"
+        ' script under "Trees" in docs/data.md; to train on every message as plain text, set data.format=text',
     )
 
 
@@ -187,7 +188,10 @@ ASKED = (
 
 
 def _has_calls(row: Row) -> bool:
-    calls = _from_json(row["answers"])
+    try:
+        calls = read_json("answers", row["answers"])
+    except BadRow:
+        return False
     return isinstance(row["query"], str) and isinstance(calls, list) and all(map(_is_call, calls))
 
 
@@ -195,19 +199,9 @@ def _is_call(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str) and "arguments" in value
 
 
-def _from_json(value: Any) -> Any:
-    """A value that may stand as JSON text in a column; the text, if it is none."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
 def _read_calls(row: Row) -> Row:
-    calls = [{"type": "function", "function": call} for call in _from_json(row["answers"])]
-    tools = _from_json(row["tools"])
+    calls = [{"type": "function", "function": call} for call in read_json("answers", row["answers"])]
+    tools = read_json("tools", row["tools"])
     if isinstance(tools, list):
         tools = [as_function(tool) for tool in tools]
     messages = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": "", "tool_calls": calls}]

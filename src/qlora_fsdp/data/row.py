@@ -54,6 +54,28 @@ class BadRow(Exception):
         self.detail = detail
 
 
+def read_json(name: str, value: Any) -> Any:
+    """What a value says that a column has as JSON text, as tables of texts do; a value that is no text, as it is.
+
+    Blank text is None.
+
+    Args:
+        name: of the value, for the error.
+        value: as the row has it.
+
+    Raises:
+        BadRow: it is text and no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(NOT_JSON, f"{name} is text that is no JSON: {error}; json.dumps writes it") from error
+
+
 def check_row(row: dict[str, Any], form: DataFormat, columns: Mapping[str, str]) -> tuple[DataFormat, dict[str, Any]]:
     """Checks the keys and types that the form of a row needs. Other keys are ignored.
 
@@ -148,10 +170,7 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
     """ShareGPT's calls of tools, a JSON object or a list of objects, in the form that messages have."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise BadRow(NOT_JSON, f"turn {number} is a function_call that is no JSON: {error}") from error
+    found = read_json(f"turn {number}, a function_call,", value)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadRow(WRONG_TYPES, f"turn {number} is a function_call without a name")
@@ -255,11 +274,7 @@ def _join_parts(content: Any) -> Any:
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     """The tools of a conversation: a list of JSON schemas. Data sets with fixed columns have the list as text."""
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(NOT_JSON, f"tools is text that is no JSON: {error}") from error
+    tools = read_json("tools", tools)
     if not tools:
         return None
     if not isinstance(tools, list):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.data.columns import COMMON_NAMES
-from qlora_fsdp.data.row import NOT_JSON, BadRow
+from qlora_fsdp.data.row import read_json
 
 Message = dict[str, Any]
 
@@ -65,21 +65,6 @@ def read_texts(value: Any) -> Any:
     return [{"role": roles[number % 2], "content": text} for number, text in enumerate(value)]
 
 
-def read_json_turns(name: str, value: Any) -> Any:
-    """A list of turns that stands as JSON text in a column, as tables of texts have it; else the value.
-
-    Raises:
-        BadRow: it is text, and no JSON.
-    """
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        reason = f"{name} is text that is no JSON: {error}"
-        raise BadRow(NOT_JSON, f"{reason}; write the list itself, or as json.dumps gives it") from error
-
-
 def is_transcript(text: Any) -> bool:
     """Whether a text is a conversation whose turns begin with labels: the user's before one of the assistant."""
     if not isinstance(text, str):
@@ -127,10 +112,7 @@ def _read_call(said: str) -> Message:
     if quoted is not None:
         function: Any = {"name": quoted[1], "arguments": quoted[2]}
     else:
-        try:
-            function = json.loads(call)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(NOT_JSON, f"the call of a tool after {_CALL} is no JSON: {error}") from error
+        function = read_json(f"what stands after {_CALL}", call)
     return {"role": "assistant", "content": words.strip(), "tool_calls": [{"type": "function", "function": function}]}
 
 
