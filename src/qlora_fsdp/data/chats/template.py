@@ -280,7 +280,7 @@ def _compile(source: str) -> Template:
     """The template with calls where the body of each loop begins and ends, and in the place of {% generation %}."""
     environment = _environment()
     tree = _parse(source)
-    tree.body = _tell_messages(tree.body, None, count())
+    tree.body = _tell_messages(tree.body, None, count(), _find_collection(tree))
     for block in tree.find_all(nodes.CallBlock):
         if isinstance(block.call.node, nodes.ExtensionAttribute):  # the one that transformers adds
             block.call = _call(MARK)
@@ -358,29 +358,74 @@ def find_words(source: str) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, words))) if words else None
 
 
-def _tell_messages(body: list[nodes.Node], loop: int | None, numbers: Iterator[int]) -> list[nodes.Node]:
+def _find_collection(tree: nodes.Template) -> str:
+    """The attribute of a namespace, such as `ns.out`, in which a template collects all of its text; empty: it has none.
+
+    The text is added there (`{% set ns.out = ns.out ~ text %}`), and written at the end, which says nothing of the
+    messages that it comes from.
+    """
+    statements = [node for node in tree.body if not isinstance(node, nodes.Macro)]
+    outputs = [output for node in statements for output in (node, *node.find_all(nodes.Output))]
+    written = [node for output in outputs if isinstance(output, nodes.Output) for node in output.nodes]
+    written = [node for node in written if not isinstance(node, nodes.TemplateData) or node.data.strip()]
+    name = _name_of(written[0]) if len(written) == 1 else ""
+    is_added_to = any(_added_to(node) == name for node in tree.find_all(nodes.Assign))
+    return name if is_added_to else ""
+
+
+def _name_of(node: nodes.Node) -> str:
+    """The name of an attribute of a variable; empty: the node is none."""
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        return f"{node.node.name}.{node.attr}"
+    return ""
+
+
+def _added_to(node: nodes.Assign) -> str:
+    """The name of the attribute to whose value a statement adds; empty: it does something else."""
+    if not isinstance(node.target, nodes.NSRef) or not isinstance(node.node, nodes.Concat):
+        return ""
+    name = f"{node.target.name}.{node.target.attr}"
+    return name if _name_of(node.node.nodes[0]) == name else ""
+
+
+def _tell_messages(
+    body: list[nodes.Node], loop: int | None, numbers: Iterator[int], collection: str
+) -> list[nodes.Node]:
     """A template's statements with calls that tell which item of a loop is written.
 
     Args:
         body: the statements.
         loop: the number of the innermost loop that they are in; None: they are in none.
         numbers: of the loops within them.
+        collection: what is added to this attribute is written at once too, and not at the end.
     """
     told: list[nodes.Node] = []
     for node in body:
+        if collection and isinstance(node, nodes.Assign) and _added_to(node) == collection:
+            assert isinstance(node.node, nodes.Concat)
+            told.append(nodes.Output(node.node.nodes[1:], lineno=node.lineno))
+        if collection and isinstance(node, nodes.Output):
+            node.nodes = [written for written in node.nodes if _name_of(written) != collection]
         told.append(node)
         if isinstance(node, nodes.For):
             number = next(numbers)
             begin = _call(BEGIN, number, node.target if isinstance(node.target, nodes.Name) else None)
-            node.body = [_write(begin), *_tell_messages(node.body, number, numbers), _write(_call(END, number))]
+            node.body = [
+                _write(begin),
+                *_tell_messages(node.body, number, numbers, collection),
+                _write(_call(END, number)),
+            ]
             told.append(_write(_call(END, number)))  # also where {% break %} left it
             continue
+        is_macro = isinstance(node, nodes.Macro)  # whose variables are its own
         for name in ("body", "else_"):
             if isinstance(getattr(node, name, None), list):
-                inner = None if isinstance(node, nodes.Macro) else loop
-                setattr(node, name, _tell_messages(getattr(node, name), inner, numbers))
+                inner = _tell_messages(
+                    getattr(node, name), None if is_macro else loop, numbers, "" if is_macro else collection
+                )
+                setattr(node, name, inner)
         for branch in getattr(node, "elif_", []):
-            branch.body = _tell_messages(branch.body, loop, numbers)
+            branch.body = _tell_messages(branch.body, loop, numbers, collection)
         if loop is None or not isinstance(node, nodes.Assign) or not isinstance(node.node, nodes.Getitem):
             continue
         if isinstance(node.target, nodes.Name):

@@ -159,22 +159,16 @@ def _find_by_example(conversation: Conversation, trace: Trace, numbers: list[int
     has_other_roles = any(message["role"] not in ("user", "assistant", "tool") for message in messages[begins:])
     if says_markup or has_other_roles:
         return {}
+    last_user = users[-1] if users else -1
+    about = (bool(conversation.tools), template, tokenizer, conversation.variables_key, stop_texts(tokenizer))
     found: dict[int, Turn] = {}
     for number in numbers:
         pieces = trace.parts.get(number, [])
-        example = make_example(messages, number, users[-1] if users else -1, template)
+        example = make_example(messages, number, last_user, template)
         if len(pieces) != 1 or example is None:
             continue
         small, place = example
-        frame = _learn(
-            json.dumps(small),
-            place,
-            bool(conversation.tools),
-            template,
-            tokenizer,
-            conversation.variables_key,
-            stop_texts(tokenizer),
-        )
+        frame = _learn(json.dumps(small), place, *about)
         if frame is None:
             continue
         turn = frame.find(trace.text, pieces[0], _must_say(messages[number], words))
