@@ -391,7 +391,7 @@ def _added_to(node: nodes.Assign) -> str:
 def _tell_messages(
     body: list[nodes.Node], loop: int | None, numbers: Iterator[int], collection: str
 ) -> list[nodes.Node]:
-    """A template's statements with calls that tell which item of a loop is written.
+    """A template's statements with calls that tell which item of a loop is written. Loops that write nothing have none.
 
     Args:
         body: the statements.
@@ -408,6 +408,9 @@ def _tell_messages(
             node.nodes = [written for written in node.nodes if _name_of(written) != collection]
         told.append(node)
         if isinstance(node, nodes.For):
+            added = {_added_to(each) for each in node.find_all(nodes.Assign)} - {""}
+            if node.find(nodes.Output) is None and collection not in added:
+                continue
             number = next(numbers)
             begin = _call(BEGIN, number, node.target if isinstance(node.target, nodes.Name) else None)
             node.body = [
@@ -428,7 +431,8 @@ def _tell_messages(
             branch.body = _tell_messages(branch.body, loop, numbers, collection)
         if loop is None or not isinstance(node, nodes.Assign) or not isinstance(node.node, nodes.Getitem):
             continue
-        if isinstance(node.target, nodes.Name):
+        is_field = isinstance(node.node.arg, nodes.Const) and isinstance(node.node.arg.value, str)
+        if isinstance(node.target, nodes.Name) and not is_field:
             told.append(_write(_call(TAKE, loop, node.target)))
     return told
 
