@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
-from qlora_fsdp import chat, generate
+from qlora_fsdp import chat, evaluate, generate
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -138,6 +138,43 @@ def test_a_model_stops_at_an_end_marker_of_several_tokens(tmp_path: Path, in_slo
     (completed,) = run_ranks(1, printed_by, generate.main, [*settings, f"prompt={asked}"])
     (answered,) = run_ranks(1, talk, settings, asked)
     assert completed == answered == "It is four. \n"
+
+
+# Without another stop string, an answer that goes on would be another text.
+TASK = {
+    "task": "asked",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_target": "{{completion}}",
+    "generation_kwargs": {"until": ["no such text"], "do_sample": False, "max_gen_toks": 50},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "###END"])
+def test_tasks_of_lm_eval_are_asked_by_template_arguments_and_stop(tmp_path: Path, end: str):
+    """The argument `brief` changes the question, which the model has another answer to."""
+    pytest.importorskip("lm_eval")
+    template = CHATML.replace("<|im_end|>", end).replace(
+        "m.content", "m.content + (' Be brief.' if brief and m.role == 'user' else '')"
+    )
+    folder = write_chatml_files(tmp_path / "model", template)
+    answers = {"two and two?": {"content": "It is four."}, "two and two? Be brief.": {"content": "Four."}}
+    train(load_tokenizer(ModelConfig(path=str(folder)), DataConfig()), folder, asked_and_answered(answers))
+    for arguments, said in (([], "It is four."), (["data.template_arguments={brief: true}"], "Four.")):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "two and two?", "completion": said}) + "\n")
+        data = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / said)}
+        (tmp_path / "asked.yaml").write_text(json.dumps({**TASK, "dataset_kwargs": data}))  # JSON is YAML
+        settings = [
+            f"model.path={folder}",
+            "quant=none",
+            f"tasks={tmp_path / 'asked.yaml'}",
+            "apply_chat_template=true",
+        ]
+        (printed,) = run_ranks(1, printed_by, evaluate.main, [*settings, *arguments])
+        assert json.loads(printed)["tasks"]["asked"]["exact_match,none"] == 1.0
 
 
 TEMPLATES = Path(__file__).parents[1] / "helpers" / "templates"
