@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.chats.conversation import format_messages
+from qlora_fsdp.data.chats.conversation import format_messages, read_conversation
 from qlora_fsdp.data.notes import check_end_marker
 from qlora_fsdp.data.read_row import read_row
 from qlora_fsdp.data.row import BadRow
@@ -146,6 +146,27 @@ def test_an_end_marker_of_several_tokens_is_trained_on_as_a_whole(tmp_path: Path
     file = tmp_path / "template.jinja"
     file.write_text(template)
     assert marked({"messages": CHAT[1:]}, str(file)) == LONG_ENDS[template]
+
+
+# It collects its text, looks at what it has, and writes all of it at the end.
+COLLECTED = (
+    "{%- set ns = namespace(out='') -%}{%- for m in messages -%}"
+    "{%- if ns.out and not ns.out.endswith('|') -%}{%- set ns.out = ns.out ~ '|' -%}{%- endif -%}"
+    "{%- set ns.out = ns.out ~ '<' ~ m.role ~ '>' ~ m.content ~ eos_token -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{%- set ns.out = ns.out ~ '|<assistant>' -%}{%- endif -%}{{- ns.out -}}"
+)
+
+
+def test_a_template_that_writes_all_its_text_at_the_end_is_traced(tmp_path: Path):
+    file = tmp_path / "template.jinja"
+    file.write_text(COLLECTED)
+    expected = "<user>Hi?<eos>|<assistant>⟦Hello!<eos>⟧|<user>Hello!<eos>|<assistant>⟦Ciao, é.<eos>⟧"
+    assert marked({"messages": CHAT[1:]}, str(file)) == expected
+    conversation = read_conversation(CHAT[1:], None, tokenizer_with(str(file)))
+    trace = conversation.trace()
+    assert trace.text == conversation.render(conversation.messages)
+    parts = [trace.text[start:end] for number in range(4) for start, end in trace.parts[number]]
+    assert parts == ["<user>Hi?<eos>", "|<assistant>Hello!<eos>", "|<user>Hello!<eos>", "|<assistant>Ciao, é.<eos>"]
 
 
 @pytest.mark.parametrize(
