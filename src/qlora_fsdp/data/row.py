@@ -54,13 +54,13 @@ class BadRow(Exception):
         self.detail = detail
 
 
-def read_json(name: str, value: Any) -> Any:
+def read_json(about: str, value: Any) -> Any:
     """What a value says that a column has as JSON text, as tables of texts do; a value that is no text, as it is.
 
     Blank text is None.
 
     Args:
-        name: of the value, for the error.
+        about: what it is, for the error, such as "tools is text".
         value: as the row has it.
 
     Raises:
@@ -73,7 +73,7 @@ def read_json(name: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow(NOT_JSON, f"{name} is text that is no JSON: {error}; json.dumps writes it") from error
+        raise BadRow(NOT_JSON, f"{about} that is no JSON: {error}; json.dumps writes it") from error
 
 
 def check_row(row: dict[str, Any], form: DataFormat, columns: Mapping[str, str]) -> tuple[DataFormat, dict[str, Any]]:
@@ -170,7 +170,7 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
     """ShareGPT's calls of tools, a JSON object or a list of objects, in the form that messages have."""
-    found = read_json(f"turn {number}, a function_call,", value)
+    found = read_json(f"turn {number} is a function_call", value)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadRow(WRONG_TYPES, f"turn {number} is a function_call without a name")
@@ -274,7 +274,7 @@ def _join_parts(content: Any) -> Any:
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     """The tools of a conversation: a list of JSON schemas. Data sets with fixed columns have the list as text."""
-    tools = read_json("tools", tools)
+    tools = read_json("tools is text", tools)
     if not tools:
         return None
     if not isinstance(tools, list):

@@ -112,7 +112,7 @@ def _read_call(said: str) -> Message:
     if quoted is not None:
         function: Any = {"name": quoted[1], "arguments": quoted[2]}
     else:
-        function = read_json(f"what stands after {_CALL}", call)
+        function = read_json(f"what stands after {_CALL} is text", call)
     return {"role": "assistant", "content": words.strip(), "tool_calls": [{"type": "function", "function": function}]}
 
 
