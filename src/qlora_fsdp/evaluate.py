@@ -167,21 +167,30 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
     """
     with quick_imports():
         from qlora_fsdp.data.questions import prepare_questions
+        from qlora_fsdp.data.sequences import SequenceSettings
+        from qlora_fsdp.data.split import BatchSplit
         from qlora_fsdp.inference.trained import load_trained
         from qlora_fsdp.training.answers.answer_queue import RewardedAnswers
         from qlora_fsdp.training.answers.evaluate import evaluate_answers
         from qlora_fsdp.training.answers.rollouts import Rollouts
+        from qlora_fsdp.training.rewards.models import RewardModels
 
     trained = load_trained(config, settings, processes, generates=True)
     for note in trained.notes:
         log.info(f"Note: {note}")
-    data = prepare_questions(DataSpec.of(config), trained.tokenizer, processes, trained.model.vocab_size)
+    spec = DataSpec.of(config)
+    data = prepare_questions(spec, trained.tokenizer, processes, trained.model.vocab_size)
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
     started = time.perf_counter()
     trusted = config.model.trust_remote_code
     rollouts = Rollouts(trained.model, config.rollout, trained.tokenizer, config.training.seed, processes, trusted)
-    rewarded = RewardedAnswers(rollouts, config.reward, 0, processes)
+    models = None
+    if config.reward.models:
+        layout = SequenceSettings.of(replace(spec, packs_rows=False), trained.tokenizer)
+        split = BatchSplit(1, processes.num_ranks, 1, 1, 1)
+        models = RewardModels(config.reward.models, trained, str(config.model.path), layout, split, processes)
+    rewarded = RewardedAnswers(rollouts, config.reward, 0, processes, models)
     try:
         found = evaluate_answers(rewarded, data.train)
     finally:

@@ -28,6 +28,13 @@ def split_function(name: str) -> tuple[str | None, str]:
     return (file, function) if colon and file.endswith(".py") else (None, name)
 
 
+def model_name(folder: str) -> str:
+    """What a reward model is called in figures: its run, for its folder is called adapter as all are."""
+    parts = [part for part in folder.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    named = [part for part in parts if part != "adapter"]
+    return (named or parts or [folder])[-1]
+
+
 def short_name(name: str) -> str:
     """What a function is called in figures."""
     return split_function(name)[1]

@@ -40,6 +40,7 @@ from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import PassQueue, RunEvaluation, StepQueue, TrainResult, train
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer, rate_ratios
 from qlora_fsdp.training.prepare import Prepared
+from qlora_fsdp.training.rewards.models import RewardModels
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
@@ -165,8 +166,12 @@ def _start_answers(
     processes = runner.processes
     trusted = prepared.assembled.spec.trust_remote_code
     rollouts = Rollouts(prepared.model, task.rollout, prepared.tokenizer, spec.steps.seed, processes, trusted)
-    rewarded = RewardedAnswers(rollouts, spec.reward, prepared.split.num_steps, processes)
     layout = SequenceSettings.of(spec.data, prepared.tokenizer)
+    models = None
+    if spec.reward.models:
+        base = str(spec.recorded["model.path"])
+        models = RewardModels(spec.reward.models, prepared.assembled, base, layout, prepared.split, processes)
+    rewarded = RewardedAnswers(rollouts, spec.reward, prepared.split.num_steps, processes, models)
     deterministic = spec.steps.deterministic
     queue = AnswerQueue(runner, batches, rewarded, task.grpo, layout, deterministic, recorder, journal)
     return queue, RewardEvaluation(prepared.data.eval, spec.steps.eval_every_steps, rewarded, journal, saver)

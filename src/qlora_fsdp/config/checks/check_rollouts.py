@@ -8,7 +8,8 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, split_function
+from qlora_fsdp.config.adapter.adapter_config import adapter_problems
+from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, model_name, split_function
 from qlora_fsdp.config.schema import (
     Config,
     DataConfig,
@@ -26,7 +27,7 @@ def check_rewards(task: TaskConfig, reward: RewardConfig) -> Iterator[Problem]:
     """Yields why there are no rewards, or which of their functions can't be there."""
     if not task.writes_answers:
         return
-    if not reward.functions:
+    if not reward.functions and not reward.models:
         fix = f"Set reward.functions=[rewards.py:NAME], or one that is built in: {', '.join(BUILT_IN)}."
         yield problem_with(reward, "reward.functions", "names no function: nothing would reward an answer.", fix)
     for name in reward.functions:
@@ -36,9 +37,17 @@ def check_rewards(task: TaskConfig, reward: RewardConfig) -> Iterator[Problem]:
     elif len({split_function(name)[1] for name in reward.functions}) < len(reward.functions):
         reason = "has two functions of one name, whose figures could not be told apart."
         yield problem_with(reward, "reward.functions", reason, "Give one of them another name.")
-    if reward.weights is not None and len(reward.weights) != len(reward.functions):
-        has = f"has {plural(len(reward.weights), 'number')}, and reward.functions {len(reward.functions)}."
-        yield problem_with(reward, "reward.weights", has, "Give each function one, or leave it out.")
+    for folder in reward.models:
+        yield from adapter_problems(folder, "reward.models")
+    names = [split_function(name)[1] for name in reward.functions] + [model_name(folder) for folder in reward.models]
+    if reward.models and len(set(names)) < len(names):
+        reason = f"has two rewards of one name ({', '.join(names)}), whose figures could not be told apart."
+        yield problem_with(reward, "reward.models", reason, "Copy a model to a folder of another name.")
+    num_rewards = len(reward.functions) + len(reward.models)
+    if reward.weights is not None and len(reward.weights) != num_rewards:
+        has = f"has {plural(len(reward.weights), 'number')}, and reward.functions {len(reward.functions)}"
+        has += f" and reward.models {len(reward.models)}." if reward.models else "."
+        yield problem_with(reward, "reward.weights", has, "Give each one, or leave it out.")
 
 
 def _check_function(reward: RewardConfig, name: str) -> Iterator[Problem]:

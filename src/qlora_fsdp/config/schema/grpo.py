@@ -46,7 +46,9 @@ class RewardConfig:
     # What rewards answers: functions as FILE.py:NAME, with TRL's signature, or names of those that are built in
     # (docs/grpo.md). Files are programs, which run with your rights: only what you type here counts.
     functions: list[str] = setting([], Run.other, _OF_GRPO, files=Files.none)
-    # What each function's rewards are multiplied by before they are added. null: 1 each.
+    # Reward models: folders of adapters of task=reward on the same base, each named in figures by its run.
+    models: list[str] = setting([], Run.other, _OF_GRPO, files=Files.users)
+    # What the rewards of each function, and then of each model, are multiplied by before they are added. null: 1 each.
     weights: list[float] | None = setting(None, Run.other, _OF_GRPO, files=Files.users)
     # An answer to a held-out prompt passes where the first of the functions gives at least this much (pass@k).
     pass_threshold: float = setting(1.0, Run.same, _OF_GRPO, bounds=above(0))

@@ -110,17 +110,8 @@ class CausalLM(TaskModel):
                 whose kernels want one sequence. `with_entropy` is as in `HeadLoss`, [2, B, L] and so on.
         """
         given, batch = batch, lay_out_for(batch, self.wants_one_sequence)
-        inputs = row_markers(batch, self.is_recurrent)
-        if self.first_position:
-            inputs["position_ids"] = batch.position_ids + self.first_position
-        embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
-        if self.noise is not None:
-            self.noise.prepare(given, self.training)
-        if embeddings in self.gathered_by_model:
-            embedded = self._look_up(batch.input_ids)
-            inputs["inputs_embeds"] = embedded if self.noise is None else self.noise.add(embedded)
-        else:
-            inputs["input_ids"] = batch.input_ids
+        inputs = self._inputs(batch, given)
+        head = self.base.get_output_embeddings()
         smoothing = self.smoothing if self.training else 0.0
         router_loss = self.router_loss if self.training else None
         if router_loss is not None:
@@ -135,6 +126,27 @@ class CausalLM(TaskModel):
                 outputs = self.base(**inputs)
             loss = self._loss_of(outputs.logits.float().flatten(0, 1), batch.targets.flatten(), reduction, smoothing)
         return loss, None if router_loss is None else router_loss.of(outputs.router_logits, given)
+
+    def _inputs(self, batch: Batch, given: Batch) -> dict[str, Any]:
+        """What the model is called with: a batch as its kernels want it, made of the one that was `given`."""
+        inputs = row_markers(batch, self.is_recurrent)
+        if self.first_position:
+            inputs["position_ids"] = batch.position_ids + self.first_position
+        if self.noise is not None:
+            self.noise.prepare(given, self.training)
+        if self.base.get_input_embeddings() in self.gathered_by_model:
+            embedded = self._look_up(batch.input_ids)
+            inputs["inputs_embeds"] = embedded if self.noise is None else self.noise.add(embedded)
+        else:
+            inputs["input_ids"] = batch.input_ids
+        return inputs
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """What the head would get of the batch's tokens, [B * L, D]."""
+        laid = lay_out_for(batch, self.wants_one_sequence)
+        with masks_without_asking(laid):
+            outputs = self.base.get_decoder()(**self._inputs(laid, batch))
+        return cast(Tensor, outputs.last_hidden_state).flatten(0, 1)
 
     def _loss_of(self, logits: Tensor, targets: Tensor, reduction: Reduction, smoothing: float) -> Tensor:
         """The loss where the model makes the logits [N, V] itself; with entropies [2, N]."""

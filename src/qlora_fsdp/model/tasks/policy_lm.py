@@ -25,7 +25,7 @@ from qlora_fsdp.model.tasks.policy_loss import (
 )
 from qlora_fsdp.model.tasks.referenced import ReferencedLM
 
-WantedOfPolicy = Literal["loss", "log_probs", "reference"]
+WantedOfPolicy = Literal["loss", "log_probs", "reference", "hidden"]
 
 
 class PolicyLM(ReferencedLM):
@@ -69,9 +69,10 @@ class PolicyLM(ReferencedLM):
 
         Args:
             batch: answers after their prompts, and for the loss what is known of them (`rewarded`).
-            wants: what to return: the loss; or float32 [B, L], the log-probabilities of tokens under the model as it
-                is, or under the reference, without gradient. FSDP gathers only in calls of the whole model, so all
-                three go through `forward`.
+            wants: what to return: the loss; float32 [B, L], the log-probabilities of tokens under the model as it is,
+                or under the reference, without gradient; or what the head would get of the tokens at
+                `label_positions`, [num_labels, D]. FSDP gathers only in calls of the whole model, so all go through
+                `forward`.
         """
         match wants:
             case "log_probs":
@@ -79,6 +80,9 @@ class PolicyLM(ReferencedLM):
             case "reference":
                 with self.as_reference():
                     return self._log_probs(batch)
+            case "hidden":
+                assert batch.label_positions is not None
+                return self.hidden_states(batch)[batch.label_positions]
             case "loss":
                 return self._loss(batch)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import RewardError
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.reward_names import short_name
+from qlora_fsdp.config.reward_names import model_name, short_name
 from qlora_fsdp.config.schema import GrpoConfig, PolicyLoss, RewardConfig
 from qlora_fsdp.data.batch import Batch, Rewarded
 from qlora_fsdp.data.questions import Question, question_of
@@ -40,6 +40,7 @@ from qlora_fsdp.training.answers.rollouts import HELD_OUT, Completion, Rollouts,
 from qlora_fsdp.training.batches import GlobalBatch, GlobalBatches
 from qlora_fsdp.training.capture.passes import place
 from qlora_fsdp.training.rewards.functions import AnsweredQuestion, RewardFunctions
+from qlora_fsdp.training.rewards.models import RewardModels
 from qlora_fsdp.training.step import StepPasses, StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
@@ -53,7 +54,7 @@ class Rewarding:
     """What functions gave the answers of a step, as rank 0 tells it.
 
     Attributes:
-        by_function: [num_answers, num_functions]; NaN: nothing.
+        by_function: [num_answers, num_functions], and then a column for each reward model; NaN: nothing.
         metrics: what functions have logged.
         seconds: how long they took.
         error: what failed; None: nothing.
@@ -110,17 +111,26 @@ class RewardedAnswers:
         reward: the functions, of which rank 0 starts the processes.
         num_steps: of the run, as functions are told.
         processes: all ranks take part.
+        models: reward models; None: there are none.
 
     Raises:
         RewardError: a function can't be used; the same on every rank.
     """
 
-    def __init__(self, rollouts: Rollouts, reward: RewardConfig, num_steps: int, processes: Processes) -> None:
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        reward: RewardConfig,
+        num_steps: int,
+        processes: Processes,
+        models: RewardModels | None = None,
+    ) -> None:
         self.rollouts = rollouts
         self.settings = reward
         self.num_steps = num_steps
         self.processes = processes
-        self.names = [short_name(name) for name in reward.functions]
+        self.models = models
+        self.names = [*map(short_name, reward.functions), *map(model_name, reward.models)]
         self.functions: RewardFunctions | None = None
         self.extra: dict[str, list[str]] = {}  # what functions have logged of each answer, on rank 0
         error = None
@@ -148,6 +158,13 @@ class RewardedAnswers:
         rewarding: Rewarding = self.processes.share(own, Rewarding, patiently=True)
         if rewarding.error is not None:
             raise RewardError(rewarding.error)
+        if self.models is not None:
+            began = time.perf_counter()
+            asked = [question for question in questions for _ in range(num_generations)]
+            by_model = self.models.score(asked, completions)
+            both = np.concatenate([rewarding.by_function, by_model], 1)
+            in_all = rewarding.seconds + time.perf_counter() - began
+            rewarding = replace(rewarding, by_function=both, seconds=in_all)
         return Answered(questions, num_generations, completions, rewarding, seconds)
 
     def _reward(

@@ -135,6 +135,23 @@ class AnsweredStep:
             )
             yield replace(batch, rewarded=rewarded)
 
+    def row_ends(self, micro: int, length: int) -> tuple[list[int], list[int]]:
+        """The rows of one of this rank's micro-batches, and where each has its last token among B x L.
+
+        Args:
+            micro: which of them.
+            length: L, of its sequences.
+        """
+        ids: list[int] = []
+        ends: list[int] = []
+        for b, index in enumerate(self.micro[micro].tolist()):
+            end = b * length
+            for row in self.sequences.row_ids_of(index).tolist():
+                end += int(self.rows.lengths[row])
+                ids.append(row)
+                ends.append(end - 1)
+        return ids, ends
+
     def row_sums(self, values: Sequence[torch.Tensor]) -> dict[int, float]:
         """The sum of values over the answer of each row that this rank has.
 

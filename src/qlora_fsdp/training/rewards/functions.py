@@ -124,7 +124,8 @@ class RewardFunctions:
         columns = [[np.nan if value is None else value for value in reply["rewards"]] for reply in replies]
         metrics = {name: value for reply in replies for name, value in reply["metrics"].items()}
         extra = {name: values for reply in replies for name, values in reply["extra"].items()}
-        return Rewards(np.array(columns, dtype=np.float64).T, metrics, extra)
+        by_function = np.array(columns, dtype=np.float64).reshape(len(columns), len(answers)).T
+        return Rewards(by_function, metrics, extra)
 
     def close(self) -> None:
         """End the processes."""

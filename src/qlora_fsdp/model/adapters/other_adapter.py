@@ -1,0 +1,139 @@
+"""A second adapter of the same base, whose matrices take the places of the model's own for single passes.
+
+A reward model that was trained on the same base costs its adapter, not a model. Its matrices are small, so every rank
+has them whole. FSDP goes on to gather the model's own, which nobody reads meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils.other import get_pattern_key
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.text import list_some
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX, read_lora, read_shapes
+from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.mlp import MAX_RANK
+from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
+
+_MATRICES = (".lora_A.weight", ".lora_B.weight")
+
+
+class OtherAdapter:
+    """An adapter in PEFT's files, for passes without gradient on a model that has adapters of its own.
+
+    Args:
+        saved: the adapter. It is on linear layers alone, on none that has no adapter in the model.
+        model: the wrapped model, loaded, sharded or not.
+        device: where its matrices are.
+        head: name of a module that it may have besides, as a whole: a reward's `score`. None: it has no other weights.
+
+    Attributes:
+        head: the weight of that module, float32 [outputs, D] on the device; None without one.
+
+    Raises:
+        AdapterError: it has what can't be put in place here.
+    """
+
+    def __init__(
+        self, saved: SavedAdapter, model: peft.PeftModel, device: torch.device, head: str | None = None
+    ) -> None:
+        self.all_layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        self.head: Tensor | None = None
+        lora = read_lora(saved.folder, saved.setting)
+        layers = {
+            name.removeprefix(PREFIX): module
+            for name, module in model.named_modules()
+            if isinstance(module, LoraLinear)
+        }
+        _check(saved, lora, set(layers), head)
+        self.matrices: dict[LoraLinear, tuple[nn.Linear, nn.Linear, float]] = {}
+        with safe_open(saved.folder / ADAPTER_WEIGHTS, "pt") as file:
+            stored = set(file.keys())
+            for name, layer in layers.items():
+                keys = [f"{PREFIX}{name}{ending}" for ending in _MATRICES]
+                if not stored.issuperset(keys):
+                    continue
+                first, second = (_linear(file.get_tensor(key), device) for key in keys)
+                self.matrices[layer] = (first, second, _scaling(lora, name, first.out_features))
+            if head is not None:
+                self.head = file.get_tensor(f"{PREFIX}{head}.weight").to(device, torch.float32)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While it lasts, the model computes with this adapter, without gradients. It is for whole calls of the model.
+
+        Layers on which this adapter is not have their own multiplied by zero.
+        """
+        own = [(layer, dict(layer.scaling)) for layer in self.all_layers]
+        kept = {layer: (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]) for layer in self.matrices}
+        for layer in self.all_layers:
+            layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
+        for lora_layer, (first, second, scaling) in self.matrices.items():
+            lora_layer.lora_A[ADAPTER] = first
+            lora_layer.lora_B[ADAPTER] = second
+            lora_layer.scaling[ADAPTER] = scaling
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for lora_layer, (first, second) in kept.items():
+                lora_layer.lora_A[ADAPTER] = first
+                lora_layer.lora_B[ADAPTER] = second
+            for layer, scaling in own:
+                layer.scaling.update(scaling)
+
+
+def _check(saved: SavedAdapter, lora: LoraConfig, layers: set[str], head: str | None) -> None:
+    """Refuse what can't be put in place.
+
+    Args:
+        saved: the adapter.
+        lora: its settings.
+        layers: names of the linear layers that have adapters in the model.
+        head: name of a module that it has to have as a whole.
+    """
+    shapes = read_shapes(saved.folder, saved.setting)
+    if lora.use_dora:
+        raise AdapterError(f"{saved} is DoRA, which can't be switched here. Set {saved.setting} to a plain LoRA.")
+    if head is not None and shapes.get(f"{PREFIX}{head}.weight", ())[:1] != (1,):
+        raise AdapterError(
+            f"{saved} has no {head} with one output: it is no reward model. Set {saved.setting} to the adapter of a "
+            "run with task=reward."
+        )
+    ranks = [shape[0] for key, shape in shapes.items() if key.endswith(_MATRICES[0])]
+    if max(ranks, default=0) > MAX_RANK:
+        raise AdapterError(f"{saved} has a rank of {max(ranks)}, and {MAX_RANK} is the most that can be switched here.")
+    known = {f"{PREFIX}{name}{ending}" for name in layers for ending in _MATRICES}
+    if head is not None:
+        known.add(f"{PREFIX}{head}.weight")
+    others = sorted(key.removeprefix(PREFIX) for key in shapes.keys() - known)
+    if others:
+        raise AdapterError(
+            f"{saved} has weights that this run has no place for. Set lora.target_modules to the layers that it "
+            f"adapts, or more; tables and heads that were trained as a whole can't be switched:\n{list_some(others)}"
+        )
+
+
+def _linear(weight: Tensor, device: torch.device) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.to(device, torch.float32).contiguous(), requires_grad=False)
+    return layer
+
+
+def _scaling(lora: LoraConfig, name: str, rank: int) -> float:
+    """What PEFT multiplies a layer's adapter by."""
+    patterns = lora.alpha_pattern or {}
+    alpha = patterns.get(get_pattern_key(patterns.keys(), name), lora.lora_alpha)
+    return float(alpha / (math.sqrt(rank) if lora.use_rslora else rank))
