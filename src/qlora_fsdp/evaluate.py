@@ -172,8 +172,8 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
         from qlora_fsdp.inference.trained import load_trained
         from qlora_fsdp.training.answers.answer_queue import RewardedAnswers
         from qlora_fsdp.training.answers.evaluate import evaluate_answers
+        from qlora_fsdp.training.answers.reward_models import RewardModels
         from qlora_fsdp.training.answers.rollouts import Rollouts
-        from qlora_fsdp.training.rewards.models import RewardModels
 
     trained = load_trained(config, settings, processes, generates=True)
     for note in trained.notes:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from qlora_fsdp import evaluate
-from qlora_fsdp.training.rewards.models import RewardModels
+from qlora_fsdp.training.answers.reward_models import RewardModels
 from tests.helpers.answers import answer_settings, lines_of
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.preferences import write_pairs

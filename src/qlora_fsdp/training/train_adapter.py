@@ -26,6 +26,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.answers.answer_queue import AnswerQueue, RewardedAnswers
 from qlora_fsdp.training.answers.evaluate import RewardEvaluation
+from qlora_fsdp.training.answers.reward_models import RewardModels
 from qlora_fsdp.training.answers.rollouts import Rollouts
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
@@ -40,7 +41,6 @@ from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import PassQueue, RunEvaluation, StepQueue, TrainResult, train
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer, rate_ratios
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.rewards.models import RewardModels
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 

@@ -36,11 +36,11 @@ from qlora_fsdp.training.answers.advantages import (
     weighted_rewards,
 )
 from qlora_fsdp.training.answers.answered import AnsweredRows, AnsweredStep, token_weights
+from qlora_fsdp.training.answers.reward_models import RewardModels
 from qlora_fsdp.training.answers.rollouts import HELD_OUT, Completion, Rollouts, describe_shares
 from qlora_fsdp.training.batches import GlobalBatch, GlobalBatches
 from qlora_fsdp.training.capture.passes import place
 from qlora_fsdp.training.rewards.functions import AnsweredQuestion, RewardFunctions
-from qlora_fsdp.training.rewards.models import RewardModels
 from qlora_fsdp.training.step import StepPasses, StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
