@@ -32,6 +32,9 @@ class RolloutConfig:
     # Draw among tokens that are at least this many times as likely as the likeliest one (arXiv:2407.01082). 0: among
     # all.
     min_p: float = setting(0.0, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(0, below=1))
+    # How often prompts whose answers all have one reward are replaced by others before a step, at most (DAPO,
+    # arXiv:2503.14476). 0: they stay, and nothing is learned from them.
+    dynamic_sampling: int = setting(0, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(0))
     # Texts that a rank writes at the same time, at most. null: as many as are fast and fit.
     max_slots: int | None = setting(None, Run.same, _OF_GRPO, bounds=at_least(1))
 

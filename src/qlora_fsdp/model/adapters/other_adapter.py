@@ -88,11 +88,11 @@ class OtherAdapter:
             with torch.no_grad():
                 yield
         finally:
-            for lora_layer, (first, second) in kept.items():
-                lora_layer.lora_A[ADAPTER] = first
-                lora_layer.lora_B[ADAPTER] = second
-            for layer, scaling in own:
-                layer.scaling.update(scaling)
+            for lora_layer, (own_first, own_second) in kept.items():
+                lora_layer.lora_A[ADAPTER] = own_first
+                lora_layer.lora_B[ADAPTER] = own_second
+            for layer, scalings in own:
+                layer.scaling.update(scalings)
 
 
 def _check(saved: SavedAdapter, lora: LoraConfig, layers: set[str], head: str | None) -> None:
@@ -135,5 +135,5 @@ def _linear(weight: Tensor, device: torch.device) -> nn.Linear:
 def _scaling(lora: LoraConfig, name: str, rank: int) -> float:
     """What PEFT multiplies a layer's adapter by."""
     patterns = lora.alpha_pattern or {}
-    alpha = patterns.get(get_pattern_key(patterns.keys(), name), lora.lora_alpha)
+    alpha = patterns.get(get_pattern_key(list(patterns), name), lora.lora_alpha)
     return float(alpha / (math.sqrt(rank) if lora.use_rslora else rank))

@@ -59,8 +59,13 @@ def advantages_of(rewards: Numbers, num_generations: int, settings: GrpoConfig) 
 
 def groups_without_spread(rewards: Numbers, num_generations: int) -> float:
     """The part of the prompts whose answers all have one reward, so that nothing is learned from them."""
+    return float(has_no_spread(rewards, num_generations).mean())
+
+
+def has_no_spread(rewards: Numbers, num_generations: int) -> NDArray[np.bool_]:
+    """Whether the answers to each prompt all have one reward, [num_prompts]."""
     groups = rewards.reshape(-1, num_generations)
-    return float(np.mean([np.isclose(spread_of(group), 0.0, atol=1e-8) for group in groups]))
+    return np.array([bool(np.isclose(spread_of(group), 0.0, atol=1e-8)) for group in groups])
 
 
 def pass_rates(rewards: Numbers, num_generations: int, threshold: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from qlora_fsdp.config.reward_names import model_name, short_name
 from qlora_fsdp.config.schema import GrpoConfig, PolicyLoss, RewardConfig
 from qlora_fsdp.data.batch import Batch, Rewarded
 from qlora_fsdp.data.questions import Question, question_of
-from qlora_fsdp.data.sequences import Sequences, SequenceSettings
+from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
 from qlora_fsdp.model.tasks.policy_lm import PolicyLM, WantedOfPolicy
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.runtime.fsdp_state import free_gathered
@@ -31,6 +31,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.answers.advantages import (
     advantages_of,
     groups_without_spread,
+    has_no_spread,
     mean_of,
     spread_of,
     weighted_rewards,
@@ -89,6 +90,28 @@ class Answered:
         """The prompt of each answer."""
         return [question for question in self.questions for _ in range(self.num_generations)]
 
+    def with_replaced(self, places: NDArray[np.int64], others: Answered) -> Answered:
+        """The same with other prompts and their answers in the places of some."""
+        questions = list(self.questions)
+        completions = list(self.completions)
+        by_function = self.rewarding.by_function.copy()
+        size = self.num_generations
+        for number, at in enumerate(places.tolist()):
+            own = slice(at * size, (at + 1) * size)
+            theirs = slice(number * size, (number + 1) * size)
+            questions[at] = others.questions[number]
+            completions[own] = others.completions[theirs]
+            by_function[own] = others.rewarding.by_function[theirs]
+        seconds = self.rewarding.seconds + others.rewarding.seconds
+        rewarding = replace(self.rewarding, by_function=by_function, seconds=seconds)
+        return replace(
+            self,
+            questions=questions,
+            completions=completions,
+            rewarding=rewarding,
+            seconds=self.seconds + others.seconds,
+        )
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -143,14 +166,14 @@ class RewardedAnswers:
         if error is not None:
             raise RewardError(error)
 
-    def answer(self, questions: Sequence[Question], num_generations: int, step: int) -> Answered:
-        """Answers to each prompt with their rewards, the same on every rank.
+    def answer(self, questions: Sequence[Question], num_generations: int, step: int, first_prompt: int = 0) -> Answered:
+        """Answers to each prompt with their rewards, the same on every rank. Arguments are those of `Rollouts.write`.
 
         Raises:
             RewardError: a function has failed; the same on every rank.
         """
         started = time.perf_counter()
-        completions = self.rollouts.write(questions, num_generations, step)
+        completions = self.rollouts.write(questions, num_generations, step, first_prompt)
         seconds = time.perf_counter() - started
         own = None
         if self.functions is not None:
@@ -166,6 +189,11 @@ class RewardedAnswers:
             in_all = rewarding.seconds + time.perf_counter() - began
             rewarding = replace(rewarding, by_function=both, seconds=in_all)
         return Answered(questions, num_generations, completions, rewarding, seconds)
+
+    def without_spread(self, answered: Answered) -> NDArray[np.int64]:
+        """Numbers of the prompts whose answers all have one reward."""
+        rewards = weighted_rewards(answered.rewarding.by_function, self.settings.weights)
+        return np.flatnonzero(has_no_spread(rewards, answered.num_generations))
 
     def _reward(
         self, questions: Sequence[Question], num_generations: int, completions: Sequence[Completion], step: int
@@ -306,12 +334,13 @@ class AnswerQueue:
     def _prepare(self, number: int, step: int) -> _Step:
         """Write the answers of a step, reward them, and lay them out."""
         prompts = self.batches.of_step(number)
-        questions = [question_of(self.data, int(index)) for index in prompts.indices]
         num_generations = self.rollout.num_generations
         self.runner.peaks.enter("evaluation")
-        answered = self.rewarded.answer(questions, num_generations, step)
+        answered, indices, num_replaced = self._answer(prompts.indices, step)
         completions = answered.completions
         figures = self.rewarded.figures(answered)
+        if self.rollout.dynamic_sampling:
+            figures["num_replaced_prompts"] = num_replaced
         self.journal.generations(step, self.rewarded.shown(answered))
 
         is_cut = np.array([self.rewarded.rollouts.is_cut(completion) for completion in completions])
@@ -356,13 +385,43 @@ class AnswerQueue:
         whole = GlobalBatch(
             step=step,
             epoch=prompts.epoch,
-            indices=prompts.indices,
+            indices=indices,
             num_tokens=int(rows.lengths.sum()),
             num_targets=len(rows.prompts),
             num_micro_batches=len(batches),
             figures=figures,
         )
         return _Step(whole, batches)
+
+    def _answer(self, indices: Indices, step: int) -> tuple[Answered, Indices, int]:
+        """The answers of a step with their rewards; the prompts; and how many were replaced by others on the way.
+
+        With rollout.dynamic_sampling, prompts whose answers all have one reward are replaced by prompts that are not
+        in the step, in an order that follows from seed and step, until there are none or all tries are used.
+        """
+        num_generations = self.rollout.num_generations
+        answered = self.rewarded.answer(self._questions(indices), num_generations, step)
+        order = np.random.default_rng([self.batches.seed, step]).permutation(len(self.data))
+        others = order[~np.isin(order, indices)]
+        indices = indices.copy()
+        extra = self.rewarded.extra
+        num_replaced = 0
+        for attempt in range(1, self.rollout.dynamic_sampling + 1):
+            places = self.rewarded.without_spread(answered)[: len(others)]
+            if not len(places):
+                break
+            chosen, others = others[: len(places)], others[len(places) :]
+            first = attempt * len(indices)
+            again = self.rewarded.answer(self._questions(chosen), num_generations, step, first)
+            answered = answered.with_replaced(places, again)
+            indices[places] = chosen
+            num_replaced += len(places)
+            extra = {}  # what functions have logged of answers is not told where some were replaced
+        self.rewarded.extra = extra
+        return answered, indices, num_replaced
+
+    def _questions(self, indices: Indices) -> list[Question]:
+        return [question_of(self.data, int(index)) for index in indices]
 
     def _measure(self, batches: Sequence[Batch], wants: WantedOfPolicy) -> list[torch.Tensor]:
         """Log-probabilities of each micro-batch before the step, float32 [B, L] on the CPU. Collective."""
@@ -382,6 +441,7 @@ class AnswerQueue:
         if self.num_alike == NUM_ALIKE:
             log.warning(
                 f"For {plural(NUM_ALIKE, 'step')} all answers to a prompt have had the same reward, so that nothing is "
-                "learned. Look at generations.jsonl: give prompts that the model answers rightly at times, rewards for "
+                "learned. Look at generations.jsonl: give prompts that the model answers rightly at times "
+                "(rollout.dynamic_sampling=3 looks for some among all), rewards for "
                 "a part of what is wanted, a higher rollout.temperature, or more rollout.num_generations."
             )

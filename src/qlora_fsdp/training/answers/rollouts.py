@@ -102,13 +102,16 @@ class Rollouts:
             raise ConfigError([Problem("task.name=grpo", f"can't write answers with this model: {reason}.", fix)])
         self.first, self.num_shares = texts_of_rank(model, processes)
 
-    def write(self, questions: Sequence[Question], num_generations: int, step: int) -> list[Completion]:
+    def write(
+        self, questions: Sequence[Question], num_generations: int, step: int, first_prompt: int = 0
+    ) -> list[Completion]:
         """Answers to each prompt, those to one side by side; the same on every rank.
 
         Args:
             questions: the prompts.
             num_generations: answers to each.
             step: of the prompts, of which random numbers are made; `HELD_OUT` for those that are held out.
+            first_prompt: the number of the first prompt in its step, of which they are made too.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for the cache of a single text.
@@ -118,7 +121,7 @@ class Rollouts:
         requests = []
         for number in mine:
             prompt, answer = divmod(number, num_generations)
-            key = _key(self.seed, step, prompt, answer)
+            key = _key(self.seed, step, first_prompt + prompt, answer)
             requests.append(Request(questions[prompt].tokens, self.settings.max_completion_length, key=key))
         self._complete(requests)
         written = _Written(
