@@ -21,6 +21,7 @@ from referencing.jsonschema import DRAFT7
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.reading.compose import load_config
+from qlora_fsdp.launch.kubernetes import IMAGE_USER
 from qlora_fsdp.records.run_state import read_run
 from tests.cli.launch import SCRIPT, child_environment, run_forked
 
@@ -299,11 +300,28 @@ def test_jobs_go_to_kubectl_with_a_secret_of_their_own(tmp_path: Path) -> None:
     done = submit(tmp_path, stand_in, *KUBERNETES, SHARED, "kubernetes.nodes=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Submitted qlora-run. To look at it: kubectl get pods" in done.stdout + done.stderr
-    assert (stand_in / "words").read_text() == "apply -f -\n"
+    assert (stand_in / "words").read_text() == "create -f -\n"
     secret, *others = yaml.safe_load_all((stand_in / "given").read_text())
     assert [each["kind"] for each in others] == ["Service", "Job"]
     assert re.fullmatch(r"[0-9a-f]{32}", secret["stringData"]["QLORA_FSDP_RUN_KEY"])
     check_kubernetes(secret)
+    assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in (secret, *others)} == {"qlora-run"}
+
+
+def test_a_job_that_is_there_is_not_submitted_again(tmp_path: Path) -> None:
+    """`kubectl apply` would change nothing of it, and say so with success; its key would change while it runs."""
+    stand_in = write_stand_in(tmp_path / "bin", "kubectl")
+    told = 'Error from server (AlreadyExists): jobs.batch "qlora-run" already exists'
+    (stand_in / "kubectl").write_text(f"#!/bin/sh\necho '{told}' >&2\nexit 1\n")
+    done = submit(tmp_path, stand_in, *KUBERNETES, SHARED)
+    assert done.returncode == 2 and "Kubernetes has qlora-run already, running or finished" in done.stderr
+    assert "kubectl delete jobs,services,secrets -l 'app.kubernetes.io/instance in (qlora-run)'" in done.stderr
+
+
+def test_the_images_user_may_write_to_a_fresh_volume() -> None:
+    """A volume is root's at first: its group is that of the Dockerfile's user."""
+    user = re.search(r"useradd .*--uid (\d+)", (ROOT / "Dockerfile").read_text())
+    assert user is not None and int(user[1]) == IMAGE_USER
 
 
 def test_jobs_go_to_skypilot_with_secrets_by_name(tmp_path: Path) -> None:

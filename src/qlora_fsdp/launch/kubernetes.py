@@ -31,12 +31,13 @@ from qlora_fsdp.launch.sweep import Job, Sweep
 
 ENDING = [2, 3, 4, 5]  # exit codes of errors that another start would meet again (docs/errors.md)
 CONTAINER = "node"  # the name that Kubeflow's runtimes have for it too
+IMAGE_USER = 1000  # of the Dockerfile
 MANAGER = "qlora-fsdp.io/launcher"
 NO_CLAIM = "Set kubernetes.claim to a PersistentVolumeClaim, and run.folder to a folder below kubernetes.mount_path."
 
 
 def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
-    """Hands the jobs to `kubectl apply`, or prints them.
+    """Hands the jobs to `kubectl create`, or prints them.
 
     Raises:
         ConfigError: settings that would have no effect, or a run folder that would be lost.
@@ -68,12 +69,26 @@ def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
         )
     if settings.nodes > 1:
         documents = [*(_key_secret(name, settings) for name in names), *documents]
-    command = ["kubectl", "apply", "-f", "-"]
+    command = ["kubectl", "create", "-f", "-"]
     done = subprocess.run(command, input=as_yaml(documents), capture_output=True, text=True, check=False)
+    if done.returncode and "AlreadyExists" in done.stderr:
+        raise LaunchError(_explain_there_already(names, settings))
     if done.returncode:
         raise LaunchError(f"Kubernetes refuses the job: {' '.join(done.stderr.split())}. Set kubernetes.*.")
     space = "" if settings.namespace is None else f" -n {settings.namespace}"
     say(f"Submitted {', '.join(names)}. To look at it: kubectl get pods{space} -l app.kubernetes.io/name=qlora-fsdp")
+
+
+def _explain_there_already(names: Sequence[str], settings: KubernetesConfig) -> str:
+    """What to do about a job that was submitted before: `apply` would change nothing of it, or its key as it runs."""
+    space = "" if settings.namespace is None else f" -n {settings.namespace}"
+    kind = "trainjobs" if settings.kind is KubernetesKind.train_job else "jobs"
+    labels = f"'app.kubernetes.io/instance in ({','.join(names)})'"
+    return (
+        f"Kubernetes has {', '.join(names)} already, running or finished. Look: kubectl get {kind}{space}. To go on from "
+        f"the newest checkpoint, remove it, and submit it again: kubectl delete {kind},services,secrets{space} -l "
+        f"{labels}. Or set another run.name."
+    )
 
 
 def _check(jobs: Sequence[Job], sweep: Sweep) -> None:
@@ -122,6 +137,7 @@ def _job(job: Job, name: str) -> list[dict[str, Any]]:
         "terminationGracePeriodSeconds": settings.grace_seconds,
         "containers": [container],
         "volumes": _volumes(settings),
+        **_owner_of_volumes(settings),
     }
     documents: list[dict[str, Any]] = []
     if settings.nodes > 1:
@@ -161,6 +177,7 @@ def _train_job(job: Job, name: str) -> dict[str, Any]:
     variables = NodeVariables("$PET_NODE_RANK", "$PET_MASTER_ADDR", str(settings.gpus_per_node))
     script = node_script(job.arguments, settings.setup, settings.nodes, variables)
     pod = {
+        **_owner_of_volumes(settings),
         "terminationGracePeriodSeconds": settings.grace_seconds,
         "volumes": _volumes(settings),
         "containers": [{"name": CONTAINER, "volumeMounts": _mounts(settings)}],
@@ -200,7 +217,7 @@ def _environment(name: str, settings: KubernetesConfig) -> list[dict[str, Any]]:
 
 def _key_secret(name: str, settings: KubernetesConfig) -> dict[str, Any]:
     """By this the ranks of several nodes know one another's messages (docs/security.md)."""
-    metadata = _metadata(f"{name}-key", settings)
+    metadata = _metadata(name, settings) | {"name": f"{name}-key"}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {RUN_KEY: make_key()}}
 
 
@@ -220,6 +237,13 @@ def _mounts(settings: KubernetesConfig) -> list[dict[str, Any]]:
     if settings.claim is not None:
         mounts.append({"name": "shared", "mountPath": settings.mount_path})
     return mounts
+
+
+def _owner_of_volumes(settings: KubernetesConfig) -> dict[str, Any]:
+    """Lets the Dockerfile's user write to a fresh volume, which is root's."""
+    if settings.claim is None:
+        return {}
+    return {"securityContext": {"fsGroup": IMAGE_USER, "fsGroupChangePolicy": "OnRootMismatch"}}
 
 
 def _volumes(settings: KubernetesConfig) -> list[dict[str, Any]]:
