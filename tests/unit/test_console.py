@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp import merge
+from qlora_fsdp.common.terminal import wrap_words
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.config.specs import DataSpec, TrackingSpec
 from qlora_fsdp.records.console import Console, start_log, stop_log
@@ -183,3 +184,19 @@ def test_a_merge_tells_how_prompts_were_written_in_training(tmp_path: Path):
     asks, note = end_of_merge(tmp_path, config, DataFormat.instruction).splitlines()[1:]
     assert asks == f'  qlora-fsdp generate model.path={tmp_path} raw=true prompt="..."'
     assert note.startswith("Note: the adapter was trained on instruction rows")
+
+
+def test_sentences_break_between_words_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and tables stay whole, and a file gets lines as they are."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "30")
+    command = "  qlora-fsdp chat adapter=outputs/a-long-name/adapter"
+    table = "step  loss    tokens/s  time left"
+    text = f"Set training.learning_rate=0.0002 or another number\n{command}\n{table}"
+    broken = wrap_words(text, Terminal()).split("\n")
+    assert broken == ["Set", "training.learning_rate=0.0002", "or another number", command, table]
+    assert wrap_words(text, io.StringIO()) == text

@@ -168,7 +168,9 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path, run):
 def test_truncate_keeps_long_rows_and_says_so(tmp_path, run):
     prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "x" * 100}, {"prompt": "p", "completion": "y" * 99}))
     assert texts(prepared.train) == ["p" + "y" * 62, "x" * 37, "x" * 63]
-    assert "2 rows cut (longer than training.max_length): a.jsonl:1, a.jsonl:2 (102 tokens)" in str(prepared.report)
+    assert "1 row cut (longer than training.max_length): a.jsonl:2 (102 tokens)" in str(prepared.report)
+    split = "1 row split (longer than training.max_length; all of it is used): a.jsonl:1 (102 tokens)"
+    assert split in str(prepared.report)
 
 
 def test_error_policy_lists_the_rows(tmp_path, run, monkeypatch):

@@ -25,7 +25,7 @@ from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data import tokenize_source, work_folder, workers
 from qlora_fsdp.data.cut import MAY_SPLIT, WITH_BEFORE, CutSettings, FlatRows, cut_rows
-from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, TOO_LONG
+from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, SPLIT, TOO_LONG
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.shards import find_bounds
@@ -263,7 +263,8 @@ def cut_one_by_one(
         else:
             found += pieces
             if long:
-                problems.setdefault(TOO_LONG, []).append(told)
+                loses_tokens = any(not flat.flags[row] & MAY_SPLIT for row in long)
+                problems.setdefault(TOO_LONG if loses_tokens else SPLIT, []).append(told)
     return found, problems
 
 

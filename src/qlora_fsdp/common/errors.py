@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from qlora_fsdp.common.startup import note_ending
+from qlora_fsdp.common.terminal import wrap_words
 from qlora_fsdp.common.text import printable_lines
 
 
@@ -152,5 +153,6 @@ def print_error(error: UserError) -> None:
     """Print an error for the user, below whatever progress line is there. It may quote the text of others."""
     prefix = "" if isinstance(error, Interrupted) else "Error: "  # Ctrl-C is no mistake
     with suppress(OSError):  # stderr may be a file on a full disk
-        print(f"\n{prefix}{printable_lines(str(error))}", file=sys.stderr, flush=True)
+        text = wrap_words(f"{prefix}{printable_lines(str(error))}", sys.stderr)
+        print(f"\n{text}", file=sys.stderr, flush=True)
     note_ending(error.exit_code)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import textwrap
 from contextlib import suppress
 from typing import TextIO
 
@@ -14,6 +16,21 @@ def say(text: str) -> None:
     """Prints text, if anybody takes it: a pipe that is closed or a disk that is full ends nobody's work."""
     with suppress(OSError):
         print(text, flush=True)
+
+
+def wrap_words(text: str, stream: TextIO) -> str:
+    """Returns text whose sentences are broken between words where a terminal would break them within one.
+
+    Lines that are indented or have columns stay as they are: commands are copied, and tables are read downwards.
+    """
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        is_prose = len(line) > width and not line.startswith(" ") and "  " not in line
+        lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) if is_prose else [line]
+    return "\n".join(lines)
 
 
 def can_redraw(stream: TextIO) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.data.row import SPLIT
 
 NUM_EXAMPLES = 5
 
@@ -28,6 +29,8 @@ class RowProblem:
 
     def __str__(self) -> str:
         done = "cut" if self.num_kept == self.num_rows else "left out"
+        if self.kind == SPLIT:
+            done = "split"
         return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {'; '.join(self.examples)}"
 
 

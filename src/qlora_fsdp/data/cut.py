@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, TOO_LONG
+from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, SPLIT, TOO_LONG
 
 # Flags of a row of tokens
 MAY_SPLIT = 1  # what is beyond max_length becomes further rows: it is plain text
@@ -109,6 +109,7 @@ def cut_rows(flat: FlatRows, settings: CutSettings) -> Pieces | None:
     begins = (flat.flags & WITH_BEFORE) == 0
     first, group = np.flatnonzero(begins), np.cumsum(begins) - 1  # rows that go together, by their first and by number
     has_long = np.logical_or.reduceat(is_long, first)
+    loses_tokens = np.logical_or.reduceat(is_long & (flat.flags & MAY_SPLIT == 0), first)
     pieces = _cut(flat, settings, is_long) if settings.truncates else all_rows(flat)
     is_used = np.zeros(len(flat.lengths), dtype=bool)
     is_used[pieces.rows[pieces.num_targets > 0]] = True
@@ -126,8 +127,10 @@ def cut_rows(flat: FlatRows, settings: CutSettings) -> Pieces | None:
     within = f"within {settings.max_length} tokens"
     no_answer = f"{within}, which the prompt alone fills" if settings.is_compared else within
     if settings.truncates:
+        is_kept = has_long & ~is_lost & ~is_same
         found = [
-            CutProblem(TOO_LONG, None, True, told[has_long & ~is_lost & ~is_same]),
+            CutProblem(TOO_LONG, None, True, told[is_kept & loses_tokens]),
+            CutProblem(SPLIT, None, True, told[is_kept & ~loses_tokens]),
             CutProblem(NO_TARGET, no_answer, False, told[has_long & is_lost]),
             CutProblem(SAME_ANSWERS, within, False, told[is_same]),
         ]

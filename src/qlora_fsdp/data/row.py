@@ -20,6 +20,7 @@ REFUSED = "refused by the chat template"
 NO_TARGET = "no target token"
 WRONG_LABEL = "wrong label"
 SAME_ANSWERS = "chosen and rejected are the same"
+SPLIT = "longer than training.max_length; all of it is used"
 TOO_LONG = "longer than training.max_length"
 
 TURN_HINT = "; data.columns={role: NAME, content: NAME} says which these are"

@@ -85,8 +85,8 @@ def _explain_there_already(names: Sequence[str], settings: KubernetesConfig) -> 
     kind = "trainjobs" if settings.kind is KubernetesKind.train_job else "jobs"
     labels = f"'app.kubernetes.io/instance in ({','.join(names)})'"
     return (
-        f"Kubernetes has {', '.join(names)} already, running or finished. Look: kubectl get {kind}{space}. To go on from "
-        f"the newest checkpoint, remove it, and submit it again: kubectl delete {kind},services,secrets{space} -l "
+        f"Kubernetes has {', '.join(names)} already, running or finished. Look: kubectl get {kind}{space}. To go on "
+        f"from its newest checkpoint, remove it, and submit it again: kubectl delete {kind},services,secrets{space} -l "
         f"{labels}. Or set another run.name."
     )
 

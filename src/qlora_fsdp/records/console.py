@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from qlora_fsdp.common.terminal import CLEAR_LINE, can_redraw, colored, uses_color
+from qlora_fsdp.common.terminal import CLEAR_LINE, can_redraw, colored, uses_color, wrap_words
 from qlora_fsdp.common.text import printable_lines
 from qlora_fsdp.config.recorded import hide
 from qlora_fsdp.records.record_files import records_in
@@ -57,7 +57,7 @@ class Console(logging.Handler):
             self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = wrap_words(self.format(record), self.stream)
         color = getattr(record, COLOR, LEVEL_COLORS.get(record.levelno))
         if self.is_colored and color is not None:
             text = "\n".join(colored(line, color) for line in text.split("\n"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,4 +86,9 @@ def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
                 "adapter": str(adapter.relative_to(folder) if adapter and adapter.is_relative_to(folder) else ""),
             }
         )
+    table = format_table(rows)
+    width = shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and max(map(len, table.splitlines()), default=0) > width:
+        for row in rows:
+            row["adapter"] = ""  # in the folder that is named by what is swept
     return format_table(rows)
