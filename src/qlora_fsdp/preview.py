@@ -25,7 +25,7 @@ from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import is_whole, plural, printable, shorten
 from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.reading.commands import WITHOUT_TRAINING, CommandSettings
-from qlora_fsdp.config.schema import Config, ModelConfig
+from qlora_fsdp.config.schema import Config, ModelConfig, RewardConfig, RolloutConfig
 from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.config.world import describe_slices
 from qlora_fsdp.runtime.run_command import run_command, tell_next
@@ -116,7 +116,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     row_word = "used row" if any(bad.num_kept < bad.num_rows for bad in bad_rows) else "row"
     rows = _rows(data.train, tokenizer, settings, spec, colored, row_word)
     if spec.task.writes_answers:
-        rows = _prompts(data.train, tokenizer, settings, config)
+        rows = _prompts(data.train, tokenizer, settings, config.reward, config.rollout)
     shown: tuple[Iterable[str], ...] = (
         rows,
         _figures(data, spec, config.distributed.num_slices, is_unpacked),
@@ -169,7 +169,11 @@ def _rows(
 
 
 def _prompts(
-    data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, config: Config
+    data: Sequences,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PreviewSettings,
+    reward: RewardConfig,
+    rollout: RolloutConfig,
 ) -> Iterator[str]:
     """Prompts as the model gets them, their columns, and what functions give the answers that a column holds.
 
@@ -186,7 +190,7 @@ def _prompts(
         yield _mark(str(tokenizer.decode(question.tokens)), False, False)
         for name, value in question.columns.items():
             yield printable(f"{name}: {value}")
-    if not config.reward.functions:
+    if not reward.functions:
         yield "--- No rewards are shown: reward.functions names no function."
         return
     names = REFERENCES if settings.reference is None else (settings.reference,)
@@ -202,7 +206,7 @@ def _prompts(
     for question, name in held:
         text = str(question.columns[name])
         answers.append(AnsweredQuestion(question, tokenizer.encode(text, add_special_tokens=False), text))
-    functions = RewardFunctions(config.reward, config.rollout.max_completion_length)
+    functions = RewardFunctions(reward, rollout.max_completion_length)
     try:
         found = functions.reward(answers, {"global_step": 0, "max_steps": 0})
     finally:

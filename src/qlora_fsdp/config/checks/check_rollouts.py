@@ -11,14 +11,17 @@ from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter.adapter_config import adapter_problems
 from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, model_name, split_function
 from qlora_fsdp.config.schema import (
+    CheckpointConfig,
     Config,
     DataConfig,
     DataFormat,
     GrpoConfig,
     Kernel,
+    LoraConfig,
     LossOn,
     RewardConfig,
     TaskConfig,
+    TokenizerConfig,
 )
 from qlora_fsdp.config.settings import problem_about, problem_with, show
 
@@ -82,7 +85,7 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
     if rollout.top_p > 1:
         yield problem_with(rollout, "rollout.top_p", "is a probability.", "Set it to 1 or less.")
     yield from _check_data(config.data, name)
-    yield from _check_loss(config.grpo, config)
+    yield from _check_loss(config.grpo, config.checkpoint, config.lora, config.tokenizer)
     refused = (
         ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
         ("fsdp.cpu_offload", config.fsdp.cpu_offload, True, "has the weights where no text can be written"),
@@ -126,23 +129,25 @@ def _check_data(data: DataConfig, name: str) -> Iterator[Problem]:
             yield problem_about(key, value, f"can't be used with {name}.", "Leave it out.")
 
 
-def _check_loss(grpo: GrpoConfig, config: Config) -> Iterator[Problem]:
+def _check_loss(
+    grpo: GrpoConfig, checkpoint: CheckpointConfig, lora: LoraConfig, tokenizer: TokenizerConfig
+) -> Iterator[Problem]:
     """Yields what is wrong with the loss."""
     is_used = grpo.loss_type.clips_below  # elsewhere it is told that it has no effect
     if is_used and grpo.delta is not None and grpo.delta <= 1 + grpo.used_epsilon_high:
         reason = f"is to be above 1 + epsilon_high, {1 + grpo.used_epsilon_high:g}, or it clips what that is to clip."
         yield problem_with(grpo, "grpo.delta", reason, "Set it higher.")
-    every = config.checkpoint.every_steps
+    every = checkpoint.every_steps
     if every is not None and every % grpo.num_iterations:
         reason = f"falls between steps on the same answers, of which grpo.num_iterations={grpo.num_iterations} makes."
         fix = f"Set a multiple of {grpo.num_iterations}."
-        yield problem_with(config.checkpoint, "checkpoint.every_steps", reason, fix)
-    if grpo.beta == 0 or config.lora.start is not None:
+        yield problem_with(checkpoint, "checkpoint.every_steps", reason, fix)
+    if grpo.beta == 0 or lora.start is not None:
         return
     trained = {
-        "tokenizer.add_tokens": config.tokenizer.add_tokens,
-        "tokenizer.add_special_tokens": config.tokenizer.add_special_tokens,
-        "lora.modules_to_save": config.lora.modules_to_save,
+        "tokenizer.add_tokens": tokenizer.add_tokens,
+        "tokenizer.add_special_tokens": tokenizer.add_special_tokens,
+        "lora.modules_to_save": lora.modules_to_save,
     }
     for key, value in trained.items():
         if value:
