@@ -47,6 +47,7 @@ CASES = {
     "rloo": ["grpo.loss_type=rloo", "grpo.beta=0.05"],
     "drawn among few": ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.temperature=0.7"],
 }
+TEMPERATURES = {"drawn among few": 0.7}  # logits are divided by it, and so is what their rounding makes of them
 Found = tuple[list[list[Completion]], list[dict[str, float]]]
 
 
@@ -69,7 +70,7 @@ def test_slots_and_training_agree(found: dict[str, Found], case: str) -> None:
     assert len({tuple(completion.tokens) for step in written for completion in step}) > 100
     for line in lines:
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
-        assert line["sampling/sampling_logp_difference/mean"] < 0.01
+        assert line["sampling/sampling_logp_difference/mean"] < 0.01 / TEMPERATURES.get(case, 1.0)
         assert line["gpu_peak_gib"] > 0
     assert any(line["grad_norm"] > 0 for line in lines)
 

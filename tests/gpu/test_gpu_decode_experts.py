@@ -9,7 +9,7 @@ from qlora_fsdp.layers import Format
 from tests.helpers.decode_experts import compare_experts
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 40, 100])
+@pytest.mark.parametrize("num_tokens", [1, 7, 40, 96])
 @pytest.mark.parametrize(
     ("family", "format", "rank"),
     [
@@ -25,6 +25,6 @@ from tests.helpers.decode_experts import compare_experts
     ids=str,
 )
 def test_experts_are_those_of_dequantized_weights(family: str, format: Format, rank: int, num_tokens: int) -> None:
-    """Up to 40 rows for an expert, in tiles of 16 to 64 rows. Two products and an activation are rounded."""
+    """Up to 32 rows for an expert on average, the most that are not dequantized. Two products and an activation round."""
     error = compare_experts(family, format, num_tokens, rank, (512, 256), "cuda", torch.bfloat16)
     assert error < 1e-2
