@@ -25,6 +25,6 @@ from tests.helpers.decode_experts import compare_experts
     ids=str,
 )
 def test_experts_are_those_of_dequantized_weights(family: str, format: Format, rank: int, num_tokens: int) -> None:
-    """Up to 32 rows for an expert on average, the most that are not dequantized. Two products and an activation round."""
+    """Up to 32 rows for an expert on average, the most that are not dequantized. Products and activation round."""
     error = compare_experts(family, format, num_tokens, rank, (512, 256), "cuda", torch.bfloat16)
     assert error < 1e-2
