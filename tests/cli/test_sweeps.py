@@ -39,6 +39,8 @@ def test_interrupted_sweep_goes_on(tmp_path: Path) -> None:
     allowed = [f"training.max_steps={last}", "checkpoint.allow_changes=[training.max_steps]"]
     second = Launch(tmp_path, "python", *SWEEP, *allowed)
     assert second.finish() == 0
+    best = second.output.partition("Next, with the best:\n")[2].splitlines()[0].split()
+    assert best[:2] == ["qlora-fsdp", "chat"] and best[2].partition("=")[2] in [str(job / "adapter") for job in jobs]
     for job in jobs:
         assert [line["step"] for line in lines_of(job)] == list(range(1, last + 1)), "no step is done twice"
         assert (job / "adapter" / "adapter_model.safetensors").exists()

@@ -24,7 +24,8 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.launch.sweep import ELSEWHERE, Typed, typed_for_all
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
-from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
+from qlora_fsdp.report.run_files import next_commands, read_run_files
+from qlora_fsdp.report.sweep_table import best_jobs, read_results, show_results, write_results
 
 LAUNCHERS = tuple(f"hydra/launcher={name}" for name in ("accelerate", "slurm", "skypilot", "kubernetes"))
 INSTALLED = ("hydra_plugins.", "hydra._internal.core_plugins.", "optuna.samplers.")  # what Hydra may call
@@ -98,6 +99,9 @@ def _show(folder: Path) -> list[dict[str, Any]]:
             write_report([folder])
             files += ", report.html"
         say(f"In {folder}: {files}")
+        for job in best_jobs(jobs)[:1]:
+            commands = next_commands(read_run_files(Path(job["folder"]), "", job["overrides"]))
+            say("\n".join(["Next, with the best:", *(f"  {command}" for command in commands)]))
     return jobs
 
 

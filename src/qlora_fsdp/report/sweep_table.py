@@ -66,13 +66,19 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     return [describe_job(job, swept) for job, swept in read_jobs(folder / SWEEP_FILE)]
 
 
+def best_jobs(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the finished jobs with the lowest loss, of several that can be compared; nearly always one."""
+    finished = [job for job in jobs if job["status"] == "finished" and job["loss"] is not None]
+    lowest = min((job["loss"] for job in finished if math.isfinite(job["loss"])), default=None)
+    return [job for job in finished if job["loss"] == lowest] if len(finished) > 1 else []
+
+
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
     """Returns the table of a sweep, in which the best job has a star."""
-    losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]
-    best = min(filter(math.isfinite, losses), default=None)
+    best = best_jobs(jobs)
     rows = []
     for job in jobs:
-        is_best = len(losses) > 1 and job["status"] == "finished" and job["loss"] == best
+        is_best = job in best
         adapter = Path(job["adapter"]) if job["adapter"] else None
         rows.append(
             {" ": "*" if is_best else ""}
