@@ -26,13 +26,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry, static_tcp_rendezvous
-from torch.distributed.launcher import api
+from accelerate.commands import launch as accelerate_launch
+from accelerate.utils import launch as accelerate_utils_launch
+from torch.distributed.elastic.rendezvous import RendezvousHandlerRegistry, RendezvousParameters
 
 import qlora_fsdp
 from qlora_fsdp.common.errors import LaunchError, RankError
 from qlora_fsdp.common.run_key import NODE_FOLDER, RUN_KEY, find_folder, make_key
-from qlora_fsdp.launch import run_accelerate
+from qlora_fsdp.launch import rendezvous
 from qlora_fsdp.runtime import packets
 from qlora_fsdp.runtime import processes as processes_module
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
@@ -245,27 +246,47 @@ def test_ranks_of_one_host_meet_where_nobody_else_can_go(tmp_path: Path) -> None
     assert not folder.exists()
 
 
-def test_accelerate_may_not_meet_by_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch's c10d rendezvous unpickles the state that it finds in a store which anybody may write to."""
-    for module, name in ((static_tcp_rendezvous, "TCPStore"), (registry, "get_rendezvous_handler")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
-    run_accelerate._meet_apart(tmp_path)
+def test_accelerate_may_not_meet_by_pickles(tmp_path: Path) -> None:
+    """torch's other rendezvous unpickle the state that they find in a store which anybody may write to."""
+    parser = accelerate_launch.launch_command_parser()
     for backend in ("c10d", "etcd-v2"):
-        parameters = RendezvousParameters(backend, "localhost:0", "run", 1, 1)
-        with pytest.raises(LaunchError, match=f"would have them meet by {backend}, which runs what others write"):
-            api.rdzv_registry.get_rendezvous_handler(parameters)
-    parameters = RendezvousParameters("static", "localhost:29417", "run", 1, 1, rank=0, timeout=60)
-    met = api.rdzv_registry.get_rendezvous_handler(parameters).next_rendezvous()
+        arguments = parser.parse_args(["--rdzv_backend", backend, "script"], namespace=rendezvous.LauncherArguments())
+        with pytest.raises(LaunchError, match=f"--rdzv_backend={backend} would have the launchers meet by what runs"):
+            rendezvous.meet_apart(arguments, tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = ["--num_machines", "1", "--num_processes", "2", "--main_process_port", str(port), "script"]
+        arguments = parser.parse_args(told, namespace=rendezvous.LauncherArguments())
+        with pytest.raises(LaunchError, match="found the port of the ranks taken"):
+            accelerate_utils_launch.prepare_multi_gpu_env(arguments)
+
+
+def test_launchers_of_one_host_meet_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = accelerate_launch.launch_command_parser()
+    told = ["--num_machines", "1", "--main_process_port", "29417", "script"]
+    arguments = parser.parse_args(told, namespace=rendezvous.LauncherArguments())
+    monkeypatch.setattr(rendezvous, "rendezvous_handler_registry", RendezvousHandlerRegistry())
+    rendezvous.meet_apart(arguments, tmp_path)
+    parameters = RendezvousParameters(arguments.rdzv_backend, "", "run", 1, 1)
+    met = rendezvous.rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
     met.store.set("key", "value")
     assert [file.name for file in tmp_path.iterdir()] == ["launcher"], "in a file, and at no port"
 
 
 SPACES = {"ours": "10.201.7.1", "theirs": "10.201.7.2"}
+PORT = 29411
 IN_A_SPACE = """
 import sys
 from pathlib import Path
 from tests.security.test_collectives import play
-print(play("meeting", 0, sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+collective, victim, key, forger, mark = sys.argv[1:]
+print(play(collective, int(victim), key, forger, Path(mark)))
+"""
+SERVE = f"""
+from torch.distributed import TCPStore
+store = TCPStore("{SPACES["ours"]}", {PORT}, is_master=True, wait_for_workers=False)
+print("serving", flush=True)
+input()
 """
 
 
@@ -276,7 +297,10 @@ def spaces() -> Iterator[dict[str, str]]:
     first, second = names
 
     def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("no network namespaces here: the command ip is not installed")
         if done.returncode:
             pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
 
@@ -294,19 +318,82 @@ def spaces() -> Iterator[dict[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def start_in(space: str, wire: str, argv: list[str], **environ: str) -> subprocess.Popen[str]:
+    """A command in a network namespace, as on a host of its own."""
+    paths = {"PYTHONPATH": f"{SOURCE.parent}:{SOURCE.parents[1]}", "GLOO_SOCKET_IFNAME": wire}
+    own = child_environment() | paths | environ
+    words = ["ip", "netns", "exec", space, sys.executable, *argv]
+    return subprocess.Popen(words, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def listening_in_space_of(pid: int) -> set[str]:
+    """The addresses at which anything listens in the network namespace of a process, as the system writes them."""
+    found = set()
+    for family, width in ((socket.AF_INET, 8), (socket.AF_INET6, 32)):
+        name = "tcp" if family == socket.AF_INET else "tcp6"
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":  # it listens
+                words = [int(local[at : at + 8], 16) for at in range(0, width, 8)]
+                packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+                found.add(socket.inet_ntop(family, packed))
+    return found
+
+
 @needs_root
 @pytest.mark.distributed
-def test_another_user_on_another_host_is_refused(spaces: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [make_key(), ""], ids=["with a secret", "without"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_another_user_on_another_host_is_refused(
+    collective: str, key: str, spaces: dict[str, str], tmp_path: Path
+) -> None:
+    """As over several hosts under torchrun: its launcher serves the store, and the attacker comes from another host."""
+    if collective == "meeting" and not key:
+        pytest.skip("without a secret nothing is proved where ranks meet")
     tmp_path.chmod(0o777)
     (ours, address), (theirs, _) = spaces.items()
-    key, forger = make_key(), make_key()
+    victim = COLLECTIVES[collective]
+    forger = make_key() if key else ""
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
-    common |= {"MASTER_PORT": "29411", "PYTHONPATH": f"{SOURCE.parent}:{SOURCE.parents[1]}"}
-    processes = []
-    for rank, (space, wire) in enumerate(((ours, "wire0"), (theirs, "wire1"))):
-        own = child_environment() | common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": wire}
-        argv = ["ip", "netns", "exec", space, sys.executable, "-c", IN_A_SPACE, key, forger, str(tmp_path / "mark")]
-        processes.append(subprocess.Popen(argv, env=own, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert said[0].startswith("What came from rank 1 is not signed with this run's secret"), said
+    common |= {"MASTER_PORT": str(PORT), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    server = start_in(ours, "wire0", ["-c", SERVE])
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "serving\n"
+        argv = ["-c", IN_A_SPACE, collective, str(victim), key, forger, str(tmp_path / "mark")]
+        attacked = start_in(ours, "wire0", argv, **common, RANK=str(victim))
+        attacker = start_in(theirs, "wire1", argv, **common, RANK=str(1 - victim))
+        said = attacked.communicate(timeout=300)[0]
+        attacker.communicate(timeout=300)
+    finally:
+        server.communicate("\n", timeout=60)
+    expected = f"Rank {1 - victim} told something else than "
+    if key:
+        expected = f"What came from rank {1 - victim} is not signed with this run's secret"
+    assert said.startswith(expected), said
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.distributed
+def test_the_store_of_several_launchers_is_served_at_the_main_ones_address(
+    spaces: dict[str, str], tmp_path: Path
+) -> None:
+    """Two hosts train together by `run_accelerate`, and nothing listens at all addresses of a host."""
+    (ours, address), (theirs, _) = spaces.items()
+    common = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", address, "--multi_gpu"]
+    run = [*TINY, "training.max_steps=2", f"run.folder={tmp_path / 'run'}"]
+    environ = {RUN_KEY: make_key(), "ACCELERATE_USE_CPU": "true"}
+    hosts = []
+    for rank, (space, wire) in enumerate(((ours, "wire0"), (theirs, "wire1"))):
+        told = ["--machine_rank", str(rank), *common, "--main_process_port", str(PORT)]
+        argv = ["-m", "qlora_fsdp.launch.run_accelerate", *told, "-m", "qlora_fsdp.train", *run]
+        hosts.append(start_in(space, wire, argv, **environ))
+    listening: set[str] = set()
+    while hosts[0].poll() is None:
+        with suppress(OSError):
+            listening |= listening_in_space_of(hosts[0].pid)
+        with suppress(subprocess.TimeoutExpired):
+            hosts[0].wait(0.2)
+    said = [host.communicate(timeout=300)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert listening == {address}

@@ -23,7 +23,7 @@ SLURM_NODEID=7 exec "$@"
 """
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
-if "accelerate.commands.launch" in sys.argv:
+if "qlora_fsdp.launch.run_accelerate" in sys.argv:
     json.dump([os.environ["QLORA_FSDP_RUN_KEY"], *sys.argv[1:]], open(os.environ["FOUND"], "w"))
 """
 
@@ -72,7 +72,7 @@ def test_a_script_runs_nothing_of_its_paths(
     assert [path.name for path in tmp_path.rglob("ran-*")] == []
     key, *words = json.loads((tmp_path / "found.json").read_text())
     assert re.fullmatch("[0-9a-f]{32}", key)
-    assert words[:2] == ["-m", "accelerate.commands.launch"]
+    assert words[:2] == ["-m", "qlora_fsdp.launch.run_accelerate"]
     launcher, training = words[2 : words.index("-m", 2)], words[words.index("-m", 2) + 2 :]
     options = dict(zip(launcher[::2], launcher[1::2], strict=True))
     assert options["--config_file"] == str(home / "own.yaml")

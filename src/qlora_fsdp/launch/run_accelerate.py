@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
 
 from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
 from qlora_fsdp.common.run_key import NODE_FOLDER, NODE_KEY, make_key
@@ -94,11 +93,14 @@ def _launch(argv: Sequence[str] | None, folder: Path) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _meet_apart(folder)
+        from qlora_fsdp.launch.rendezvous import LauncherArguments, meet_apart
+
     logging.disable()  # torch's logs here are about ranks that end
     os.environ.setdefault(LOOKS_FOR_GPUS, "1")
+    arguments = launch_command_parser().parse_args(argv, namespace=LauncherArguments())
+    meet_apart(arguments, folder)
     try:
-        launch_command(launch_command_parser().parse_args(argv))
+        launch_command(arguments)
     except ChildFailedError as error:  # of several ranks
         rank, failure = error.get_first_failure()
         raise RankFailed(rank, failure.exitcode, failure.pid) from None
@@ -111,36 +113,6 @@ def _launch(argv: Sequence[str] | None, folder: Path) -> None:
     except Exception as error:
         reason = name_error(error).rstrip(".")
         raise LaunchError(f"accelerate can't start the ranks: {reason}. Look at launch.config_file.") from None
-
-
-def _meet_apart(folder: Path) -> None:
-    """Have torch's launcher and the ranks of one host meet in files, where nobody else gets at them.
-
-    By itself the launcher serves a store at all addresses of the host, to whoever connects. And where the port is taken
-    it goes over to a rendezvous that runs what others have written to its store, which is refused here.
-    """
-    from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented there, not exported
-    from torch.distributed.elastic.rendezvous import registry, static_tcp_rendezvous
-
-    # Neither is part of what torch documents: a test starts ranks, and looks at what listens.
-    static, handlers = cast(Any, static_tcp_rendezvous), cast(Any, registry)
-    serve, find_handler = static.TCPStore, handlers.get_rendezvous_handler
-
-    def open_store(address: str, port: int, num_hosts: int, *others: Any, **named: Any) -> Any:
-        if num_hosts > 1:
-            return serve(address, port, num_hosts, *others, **named)
-        return FileStore(str(folder / "launcher"), -1)
-
-    def find_plain_handler(parameters: Any) -> Any:
-        if parameters.backend == "static":
-            return find_handler(parameters)
-        raise LaunchError(
-            f"accelerate found the port of the ranks taken, and would have them meet by {parameters.backend}, which "
-            "runs what others write to its store. Start the command again: it takes another port, or the "
-            "main_process_port of launch.config_file."
-        )
-
-    static.TCPStore, handlers.get_rendezvous_handler = open_store, find_plain_handler
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def _step(launch: LaunchConfig, slurm: SlurmConfig) -> str:
         f"launcher=({shlex.quote(python)} {options})\n"
         f"srun --ntasks-per-node=1{cpus}{container} --kill-on-bad-exit=1 \\\n"
         f'  --output="$run_folder/{CONSOLE_FILE}" --open-mode=append bash -c \'trap "" USR1\n'
-        f'  exec "$1" -m accelerate.commands.launch{node} "${{@:2}}"\' \\\n'
+        f'  exec "$1" -m qlora_fsdp.launch.run_accelerate{node} "${{@:2}}"\' \\\n'
         '  bash "${launcher[@]}" -m qlora_fsdp.train "${arguments[@]}" &\n'
         "step=$!"
     )

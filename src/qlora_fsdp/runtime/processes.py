@@ -334,8 +334,7 @@ def rank_0_holds_store() -> bool:
 def open_store(world: World, timeout: timedelta) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT.
 
-    torch serves it at every address of the host. Where rank 0 serves it, it is served at MASTER_ADDR alone, if that is
-    an address of this host that the other ranks can reach.
+    torch serves it at every address of the host, `serve_store` at MASTER_ADDR alone where it can.
 
     Raises:
         DeviceError: the variables do not say where, or name a host that is not known.
@@ -355,9 +354,25 @@ def open_store(world: World, timeout: timedelta) -> Store:
         _wait_until_open(address, port, time.monotonic() + timeout.total_seconds())
     if not rank_0_holds_store() or port == 0:
         return cast(Store, next(rendezvous("env://", timeout=timeout))[0])
+    return serve_store(address, port, world.num_ranks, is_server, timeout, is_one_node)
+
+
+def serve_store(
+    address: str, port: int, num_clients: int, is_server: bool, timeout: timedelta, is_one_node: bool
+) -> Store:
+    """A store that one of those who meet serves, at this address alone if the others can reach it there.
+
+    Args:
+        address: the server's host.
+        port: where it listens.
+        num_clients: how many meet, the server among them.
+        is_server: whether this process serves it.
+        timeout: for all to come, and for later waits.
+        is_one_node: whether all are on this host.
+    """
     listener = _listen(address, port, is_one_node) if is_server else None
     descriptor = None if listener is None else listener.detach()
-    return TCPStore(address, port, world.num_ranks, is_server, timeout, master_listen_fd=descriptor)
+    return TCPStore(address, port, num_clients, is_server, timeout, master_listen_fd=descriptor)
 
 
 def _listen(address: str, port: int, is_one_node: bool) -> socket.socket | None:
