@@ -239,6 +239,7 @@ class Answerer:
         """
         import torch
 
+        from qlora_fsdp.data.tokenizer import ContainedTokenizer
         from qlora_fsdp.inference.prompts import chat_tokens
         from qlora_fsdp.inference.trained import num_positions
 
@@ -254,7 +255,7 @@ class Answerer:
             max_new_tokens = min(max_new_tokens, limit - len(tokens))
         torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
         found = self._complete(tokens, max_new_tokens, interrupts)
-        return self.stops.cut(str(tokenizer.decode(found, skip_special_tokens=True)))
+        return self.stops.cut(ContainedTokenizer(tokenizer).decode(found, skip_special_tokens=True))
 
     def _complete(self, tokens: list[int], max_new_tokens: int, interrupts: Interrupts) -> list[int]:
         import torch
@@ -290,6 +291,8 @@ def _streamer(trained: AssembledModel, stops: StopStrings) -> TextStreamer:
     """Prints an answer word by word, without what a terminal would obey, and without the text that ends it."""
     from transformers import TextStreamer
 
+    from qlora_fsdp.data.tokenizer import ContainedTokenizer
+
     class Streamer(TextStreamer):
         waiting = ""  # what may be the beginning of a text that ends the answer
 
@@ -299,7 +302,8 @@ def _streamer(trained: AssembledModel, stops: StopStrings) -> TextStreamer:
             self.waiting = said[num_sure:]
             print(for_stdout(said[:num_sure]), flush=True, end="\n" if stream_end else "")
 
-    return Streamer(trained.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    tokenizer: Any = ContainedTokenizer(trained.tokenizer)  # of which it calls `decode` alone
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

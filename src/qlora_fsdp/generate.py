@@ -124,6 +124,7 @@ def complete(
     """
     import torch
 
+    from qlora_fsdp.data.tokenizer import ContainedTokenizer
     from qlora_fsdp.decoding.completer import Request
     from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
     from qlora_fsdp.inference.completions import (
@@ -155,7 +156,8 @@ def complete(
             completer.release()
         completions = [request.completion for request in requests]
     stops = StopStrings(trained.tokenizer, stop_strings(generation))
-    texts = [stops.cut(str(trained.tokenizer.decode(tokens, skip_special_tokens=True))) for tokens in completions]
+    tokenizer = ContainedTokenizer(trained.tokenizer)
+    texts = [stops.cut(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
     return dict(zip(mine, texts, strict=True))
 
 

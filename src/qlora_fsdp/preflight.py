@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qlora_fsdp.common import contained
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error, refuse
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
@@ -132,6 +133,7 @@ def _trace(config: Config, hardware: Hardware) -> tuple[Workload, int | None, li
     """The run to plan, how many positions its model knows, and a note if its rows can't be packed. Imports torch."""
     size, values = config.training.micro_batch_size, _read_config(config.model)
     with quick_imports():
+        contained.start()
         from qlora_fsdp.model.find import make_config
         from qlora_fsdp.model.positions import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config

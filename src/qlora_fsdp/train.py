@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
     begin(NO_RUN)
 
+from qlora_fsdp.common import contained
 from qlora_fsdp.common.errors import UserError, refuse
 from qlora_fsdp.common.startup import announce, end_process, quick_imports
 from qlora_fsdp.config.checks.check_launch import check_launch_environment, follow_launcher
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
             os.environ |= plan.environment
         announce(world.num_ranks)
         with quick_imports():  # torch and transformers only from here on
+            contained.start()
             from qlora_fsdp.training.run import run
 
         run(config, world)

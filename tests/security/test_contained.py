@@ -7,11 +7,16 @@ is killed (common/contained.py), or, of sizes in config.json, on the meta device
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,7 @@ from qlora_fsdp.data import tokenizer as tokenizer_module
 from qlora_fsdp.data.chats import template as chat_template
 from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
-from qlora_fsdp.model.adapters.targets import _match_all
+from qlora_fsdp.inference.prompts import prompt_tokens
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from tests.helpers.ranks import start_process
@@ -87,7 +92,7 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
     process = start_process(wait_for_long)
     parent = psutil.Process(process.pid)
     deadline = time.monotonic() + 60
-    while not (children := parent.children()) or children[0].cpu_times().user < 0.05:
+    while len(children := parent.children(recursive=True)) < 2 or children[-1].cpu_times().user < 0.05:
         assert time.monotonic() < deadline
     os.kill(parent.pid, number)
     gone, alive = psutil.wait_procs(children, timeout=30)
@@ -195,4 +200,97 @@ def test_a_vision_tower_of_a_pretrained_backbone_asks_nobody(monkeypatch: pytest
 def test_a_pattern_of_ranks_that_does_not_end(expression: str) -> None:
     names = ["model.layers.0." + "a" * 64]
     with pytest.raises(AdapterError, match=r"^lora\.rank_pattern: a regular expression takes too long\."):
-        module_names.try_matching("lora.rank_pattern", _match_all, names, [expression])
+        module_names.try_matching("lora.rank_pattern", module_names.match_all, names, [expression])
+
+
+def growing_words(values: dict[str, Any]) -> None:
+    """A tokenizer.json that makes gigabytes of one word, which no trial has."""
+    step = {"type": "Replace", "pattern": {"String": "magic"}, "content": "magic" * 30}
+    values.update(normalizer={"type": "Sequence", "normalizers": [step] * 5})
+
+
+def growing_texts(values: dict[str, Any]) -> None:
+    """One that makes them of one word's tokens."""
+    step = {"type": "Replace", "pattern": {"String": "magic"}, "content": "magic" * 30}
+    values.update(decoder={"type": "Sequence", "decoders": [values["decoder"], {"type": "Fuse"}, *[step] * 6]})
+
+
+@pytest.mark.parametrize("change", [growing_words, growing_texts])
+def test_a_prompt_and_an_answer_with_which_nobody_has_tried_it(
+    change: Callable[[dict[str, Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As generate and chat have them: neither memory nor Ctrl-C is lost to a word that the file waits for."""
+    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", change), DataConfig())
+    real = contained.call
+    monkeypatch.setattr(tokenizer_module, "call", lambda *args: real(*args, seconds=2.0, num_bytes=2**30))
+    assert prompt_tokens(tokenizer, "hello") == [256, *b"hello"]
+    foreign = tokenizer_module.ContainedTokenizer(tokenizer)
+    assert foreign.decode(list(b"hello")) == "hello"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"^The tokenizer (takes more than \d (s|GiB)|ends the process that tries it)"):
+        prompt_tokens(tokenizer, "magic" * 40)
+        foreign.decode(list(b"magic" * 40))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
+
+
+def test_a_contained_tokenizer_is_the_tokenizer(tmp_path: Path) -> None:
+    """Also once it has more tokens, and once the process was ended."""
+    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", lambda values: None), DataConfig())
+    foreign = tokenizer_module.ContainedTokenizer(tokenizer)
+    for text in ("", "a <eos> \u00e9\U0001f600", "new one"):
+        ids = tokenizer_module.encode(tokenizer, text)
+        assert foreign.encode(text) == ids
+        for skips in (True, False):
+            assert foreign.decode(ids, skip_special_tokens=skips) == tokenizer.decode(ids, skip_special_tokens=skips)
+    tokenizer.add_tokens(["new one"])
+    assert foreign.encode("new one") == [259]
+    contained.close()
+    assert foreign.decode([259]) == "new one"
+
+
+def test_a_slow_download_is_no_part_of_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tokenizer of the hub all files are fetched before the process that tries them is asked."""
+    done: list[str] = []
+    monkeypatch.setattr(tokenizer_module, "find_unreachable", lambda *args: None)
+    monkeypatch.setattr(tokenizer_module, "_check_arguments", lambda *args: None)
+    monkeypatch.setattr(tokenizer_module, "fetch_small_files", lambda *args: done.append("fetched"))
+    monkeypatch.setattr(tokenizer_module, "_try_loading", lambda *args: done.append("tried"))
+    monkeypatch.setattr(tokenizer_module, "_load", lambda *args: byte_tokenizer())
+    load_tokenizer(ModelConfig(path="some/model"), DataConfig())
+    assert done == ["fetched", "tried"]
+
+
+def tell_processes() -> list[int]:
+    """This process, the one that has forked it, and how many threads each had when it was born."""
+    return [os.getpid(), os.getppid()]
+
+
+def start_early_and_call_late(results: Any) -> None:
+    """As a command does: later there are threads, and what is tried ends the process."""
+    contained.start()
+    forker = contained._forker.pid if contained._forker is not None else 0
+    stopped = threading.Event()
+    for _ in range(4):
+        threading.Thread(target=stopped.wait, daemon=True).start()
+    first, parent = contained.call(tell_processes)
+    with suppress(contained.LimitError):
+        contained.call(os._exit, 3)
+    second, same_parent = contained.call(tell_processes)
+    threads = [len(psutil.Process(pid).threads()) for pid in (forker, second)]
+    results.put((parent == same_parent == forker, first != second, threads, "bitsandbytes" in sys.modules))
+
+
+def test_it_is_forked_off_a_process_without_threads() -> None:
+    results = multiprocessing.get_context("forkserver").SimpleQueue()
+    process = start_process(start_early_and_call_late, results)
+    found = results.get()
+    process.join(60)
+    assert found[:3] == (True, True, [1, 1])
+
+
+def test_what_starts_cuda_is_imported_after_it() -> None:
+    """PEFT and bitsandbytes start CUDA while they are imported."""
+    program = "import sys; from qlora_fsdp.common import contained; contained.start(); "
+    program += "print({'bitsandbytes', 'peft', 'accelerate'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "set()\n"

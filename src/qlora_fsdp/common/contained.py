@@ -2,9 +2,15 @@
 
 Tokenizers, chat templates and regular expressions are programs that anybody may have written, and what they cost can't
 be told from their text. They run inside of libraries' C and Rust code, where nothing of Python gets a word in: no
-timer, and not even Ctrl-C. So they run in another process, which is forked off this one when it is first needed, and
-serves until this one ends. The system limits its memory and its time on the processors, this process looks at both
-while it waits, and kills it. So does Ctrl-C. Whatever a library prints there, nobody sees.
+timer, and not even Ctrl-C. So they run in another process, which serves until this one ends. The system limits its
+memory and its time on the processors, this process looks at both while it waits, and kills it. So does Ctrl-C.
+Whatever a library prints there, nobody sees.
+
+It must not be forked off a process with threads of Python's, which may hold locks, or with CUDA. So a command calls
+`start` once it has imported what tries files, before it imports what starts CUDA. That forks a process that does
+nothing but fork others, each of which tries files: a new one costs some milliseconds, whenever the last one was killed.
+To start Python anew would cost seconds of imports. Where nobody has called `start`, as in a notebook, the first call
+does.
 
 A process that tokenizes rows is one that may be killed already (data/workers.py). There, everything runs where it is,
 and the system ends the process where it takes too long. Imports no torch.
@@ -18,11 +24,13 @@ import math
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,11 +41,15 @@ from qlora_fsdp.common.startup import end_with
 
 SECONDS = 10.0  # of processor time, for one try; honest files take far less than one
 NUM_BYTES = 2**32
-WALL_RATIO = 8  # of all time to processor time: the host may be busy, or the hub slow
+WALL_RATIO = 30  # of all time to processor time: the host may be busy, or the hub slow
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 SPARE_BYTES = 2**28  # with so much more than at its beginning, a process is replaced before its next try
 FIRST_LOOK, LAST_LOOK = 0.02, 0.2  # seconds between two looks at the process
+LIFE_SECONDS = 3600  # of processor time, after which the system ends the process for good
+PID_BYTES = 8
 TOO_LONG = signal.SIGVTALRM  # what ends a process that tokenizes
+# What files are tried with; none of these starts CUDA or a thread.
+IMPORTED = ("qlora_fsdp.data.tokenizer", "qlora_fsdp.data.chats.conversation", "qlora_fsdp.model.find")
 
 
 class LimitError(Exception):
@@ -71,7 +83,17 @@ def call(function: Callable[..., Any], *args: Any, seconds: float = SECONDS, num
     if _is_worker:
         return _call_here(function, args, seconds, num_bytes)
     with _lock:
-        return _process().ask(function, args, seconds, num_bytes)
+        return _process(seconds).ask(function, args, seconds, num_bytes)
+
+
+def start() -> None:
+    """Makes ready for calls, before this process has threads or uses a GPU. It imports transformers."""
+    global _forker
+    for name in IMPORTED:
+        import_module(name)
+    with _lock:
+        if _forker is None:
+            _forker = _Forker()
 
 
 def contain_itself() -> None:
@@ -82,11 +104,14 @@ def contain_itself() -> None:
 
 
 def close() -> None:
-    """Ends the process, if there is one; the next call starts another."""
-    global _started
+    """Ends the process that tries files, if there is one, and the one that forks; the next call starts others."""
+    global _forker, _started
     if _started is not None:
         _started.kill()
         _started = None
+    if _forker is not None:
+        _forker.kill()
+        _forker = None
 
 
 def describe_seconds(seconds: float) -> str:
@@ -94,17 +119,58 @@ def describe_seconds(seconds: float) -> str:
     return f"takes more than {seconds:.0f} s"
 
 
-class _Contained:
-    """The process, as its parent sees it."""
+class _Forker:
+    """The process off which those are forked that try files, as its parent sees it."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where there are threads
             self.pid = os.fork()
         if self.pid == 0:
-            _serve(theirs, parent)
+            _fork_others(theirs, parent)
+        theirs.close()
+
+    def fork(self, pipe: Connection) -> int:
+        """Starts a process that answers calls from a pipe. Returns its id.
+
+        Raises:
+            OSError: this one has ended.
+        """
+        socket.send_fds(self._socket, [bytes(PID_BYTES)], [pipe.fileno()])
+        return self._receive()
+
+    def wait_for(self, pid: int) -> int:
+        """Waits for the end of a process that it has started. Returns its status, as os.waitpid has it.
+
+        Raises:
+            OSError: this one has ended.
+        """
+        self._socket.send(pid.to_bytes(PID_BYTES, "big"))
+        return self._receive()
+
+    def _receive(self) -> int:
+        answer = self._socket.recv(PID_BYTES)
+        if not answer:
+            raise ConnectionError("the process that forks others has ended")
+        return int.from_bytes(answer, "big")
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        self._socket.close()
+
+
+class _Contained:
+    """The process that tries files, as its parent sees it."""
+
+    def __init__(self, forker: _Forker) -> None:
+        self._forker = forker
+        self._pipe, theirs = Pipe()
+        self.pid = forker.fork(theirs)
         theirs.close()
         self._first_bytes = self._num_bytes()
 
@@ -128,18 +194,15 @@ class _Contained:
             raise TryError(*told)
         return told[0]
 
-    def is_gone(self) -> bool:
-        """Whether it has ended, as it does with the thread that it was forked off."""
-        try:
-            return os.waitpid(self.pid, os.WNOHANG) != (0, 0)
-        except ChildProcessError:  # whoever started this process has it ignore SIGCHLD: the system has reaped it
-            return True
+    def is_worn_out(self, seconds: float) -> bool:
+        """Whether it has ended, as it does with the thread that has called first, or has no such time left."""
+        return self._pipe.poll(0) or self._seconds() + seconds > LIFE_SECONDS - 2
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        with suppress(OSError):  # which reaps it: until then nobody else has its id
+            self._forker.wait_for(self.pid)
         self._pipe.close()
 
     def _wait(self, seconds: float, num_bytes: int) -> bool:
@@ -170,8 +233,8 @@ class _Contained:
         _started = None
         self._pipe.close()
         try:
-            _, status = os.waitpid(self.pid, 0)
-        except ChildProcessError:
+            status = self._forker.wait_for(self.pid)
+        except OSError:
             return "ends the process that tries it, as for want of memory"
         number = -os.waitstatus_to_exitcode(status)
         if number == signal.SIGXCPU:
@@ -194,20 +257,32 @@ class _Contained:
 
 
 _lock = threading.RLock()
+_forker: _Forker | None = None
 _started: _Contained | None = None
 _is_worker = False
 
 
-def _process() -> _Contained:
-    global _started
-    if _started is None or _started.is_gone():
-        _started = _Contained()
+def _process(seconds: float) -> _Contained:
+    global _forker, _started
+    if _started is not None and _started.is_worn_out(seconds):
+        _started.kill()
+        _started = None
+    if _started is None:
+        if _forker is None:
+            _forker = _Forker()
+        try:
+            _started = _Contained(_forker)
+        except OSError:  # it has ended with the thread that has called first
+            _forker.kill()
+            _forker = _Forker()
+            _started = _Contained(_forker)
     return _started
 
 
 def _forget() -> None:
-    """Called in a process that was forked off this one, whose process for foreign files is not its own."""
-    global _started, _lock
+    """Called in a process that was forked off this one, whose processes for foreign files are not its own."""
+    global _forker, _started, _lock
+    _forker = None
     _started = None
     _lock = threading.RLock()
 
@@ -215,18 +290,46 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _serve(pipe: Connection, parent: int) -> NoReturn:
-    """Answers calls, in the process for foreign files."""
+def _fork_others(channel: socket.socket, parent: int) -> NoReturn:
+    """Forks a process for each pipe that is sent, and waits for those that are named."""
     try:
         gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # they come to all processes of a job; the parent kills this one
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who has it ignored can't wait for anything
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         end_with(parent, signal.SIGKILL)
-        _close_files(pipe.fileno())
+        _close_files(channel.fileno())
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what a try imports starts no CUDA
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that this process has not got would be waited for
         os.environ["TQDM_DISABLE"] = "1"
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        own = os.getpid()
+        while True:
+            message, files, _, _ = socket.recv_fds(channel, PID_BYTES, 1)
+            if not message:
+                os._exit(0)
+            answer = int.from_bytes(message, "big")
+            if answer:
+                _, answer = os.waitpid(answer, 0)
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    channel.close()
+                    _serve(Connection(files[0]), own)
+                os.close(files[0])
+            channel.send(answer.to_bytes(PID_BYTES, "big"))
+    except BaseException:  # as a rule the parent is gone
+        os._exit(1)
+
+
+def _serve(pipe: Connection, parent: int) -> NoReturn:
+    """Answers calls, in the process for foreign files."""
+    try:
+        end_with(parent, signal.SIGKILL)
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        life = LIFE_SECONDS if most == resource.RLIM_INFINITY else min(LIFE_SECONDS, most)
+        resource.setrlimit(resource.RLIMIT_CPU, (life, life))
         limited_to = 0
         while True:
             function, args, seconds, num_bytes, folder = pipe.recv()
@@ -240,13 +343,13 @@ def _serve(pipe: Connection, parent: int) -> NoReturn:
         os._exit(1)
 
 
-def _close_files(pipe: int) -> None:
-    """Closes all files but the pipe: whoever is connected to the parent is to notice that it ends."""
+def _close_files(kept: int) -> None:
+    """Closes all files but one: whoever is connected to the parent is to notice that it ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.closerange(3, kept)
+    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _limit_time(seconds: float) -> None:
@@ -254,7 +357,7 @@ def _limit_time(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (end if most == resource.RLIM_INFINITY else min(end, most), most))
+    resource.setrlimit(resource.RLIMIT_CPU, (min(end, most), most))
 
 
 def _limit_memory(num_bytes: int) -> None:

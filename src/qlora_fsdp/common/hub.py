@@ -15,6 +15,8 @@ from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.text import name_error
 
 SECONDS = 5.0  # to answer; HF_HUB_ETAG_TIMEOUT does not make it longer
+SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "*.tiktoken")  # all of a model but its weights
+OTHER_FORMATS = ("original/*", "consolidated*")  # the same weights in their authors' own format
 LOCAL_BASE = "path/to/the/base/model"  # how a model card calls a base that has no name on the hub
 
 _NAME = re.compile(r"(?!\.)[\w.-]{1,96}/(?!\.)[\w.-]{1,96}", re.ASCII)
@@ -106,6 +108,14 @@ def fetch_config_json(name: str, revision: str | None) -> Path:
                 "model.path=FOLDER. Or set model to a preset, which needs no download (docs/models.md)."
             )
     raise CheckpointError(f"model.path={name} {reason} {fix}") from failure
+
+
+def fetch_small_files(name: str, revision: str | None) -> None:
+    """Downloads a model's tokenizer and settings into the hub's cache, as far as they can be had."""
+    from huggingface_hub import snapshot_download
+
+    with suppress(Exception):  # who reads them asks for them again, and says what is wrong
+        snapshot_download(name, revision=revision, allow_patterns=[*SMALL_FILES], ignore_patterns=[*OTHER_FORMATS])
 
 
 def find_unreachable(name: str, revision: str | None) -> Exception | None:

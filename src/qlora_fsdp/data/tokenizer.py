@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tokenizers
 import transformers
@@ -25,11 +27,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
 from qlora_fsdp import __version__
-from qlora_fsdp.common.contained import LimitError, call
+from qlora_fsdp.common.contained import LimitError, TryError, call
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
 from qlora_fsdp.common.files import digest_files, write_atomically
 from qlora_fsdp.common.foreign_files import find_cache, find_outside, open_cache
-from qlora_fsdp.common.hub import find_unreachable
+from qlora_fsdp.common.hub import fetch_small_files, find_unreachable
 from qlora_fsdp.common.model_figures import LARGEST
 from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.schema import CHAT_TEMPLATES, DataConfig, DataFormat, ModelConfig, TokenizerConfig
@@ -48,6 +50,7 @@ PROBE = (
 )
 TRIED_FOLDER = "~/.cache/qlora_fsdp/tried"
 WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx"}  # which no tokenizer reads
+OWN_CODE = "transformers_modules"  # where transformers keeps what comes with models
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 # transformers passes every value of these files to the tokenizer's class, which opens some of them as paths.
@@ -174,18 +177,84 @@ def blaming_tokenizer() -> Iterator[None]:
     """Around a call of a tokenizer, whose regular expressions may be beyond what their engine does for a text.
 
     Raises:
-        DataError: they are. `tokenizers` raises an Exception then, of no other class, or ends in a panic.
+        DataError: they are. `tokenizers` raises an Exception then, of no other class, or ends in a panic. Or it took
+            too long or too much memory in the process for foreign files.
     """
     try:
         yield
+    except LimitError as error:
+        raise DataError(f"The tokenizer {error} for one text. Set model.tokenizer_path to another.") from None
     except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
+        is_of_library = type(error) is Exception or type(error).__name__ == "PanicException"
+        if not is_of_library and not isinstance(error, TryError):
             raise
         reason = shorten(" ".join(str(error).split()).rstrip("."))
         raise DataError(
             f"The tokenizer can't tokenize a text: {reason}. Set model.tokenizer_path to another, or leave the text "
             "out."
         ) from error
+
+
+class ContainedTokenizer:
+    """A tokenizer in the process for foreign files: no text and no tokens make it hang this process, or fill memory.
+
+    The process gets the tokenizer with the first call, and keeps the last one. A tokenizer with code of its own stays
+    here, as that code may do anything anyway.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._key = _keys.setdefault(tokenizer, secrets.token_hex(8))
+
+    def encode(self, text: str) -> list[int]:
+        """As the function `encode` has it.
+
+        Raises:
+            DataError: the tokenizer does not get over the text.
+        """
+        ids: list[int] = self._call("__call__", text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **options: Any) -> str:
+        """As the tokenizer's own `decode`.
+
+        Raises:
+            DataError: the tokenizer does not get over the tokens.
+        """
+        ids = [int(token) for token in tokens]
+        text: str = self._call("decode", ids, skip_special_tokens=skip_special_tokens, **options)
+        return text
+
+    def _call(self, name: str, value: Any, **options: Any) -> Any:
+        with blaming_tokenizer():
+            if type(self.tokenizer).__module__.startswith(OWN_CODE):
+                return _use(self.tokenizer, name, value, options)
+            key = f"{self._key} with {len(self.tokenizer)} tokens"
+            answer = call(_use_kept, key, None, name, value, options)
+            if answer is None:
+                answer = call(_use_kept, key, self.tokenizer, name, value, options)
+            return answer[0]
+
+
+_keys: WeakKeyDictionary[PreTrainedTokenizerBase, str] = WeakKeyDictionary()
+
+
+_kept: dict[str, PreTrainedTokenizerBase] = {}  # in the process for foreign files, by its key: the last one
+
+
+def _use_kept(
+    key: str, tokenizer: PreTrainedTokenizerBase | None, name: str, value: Any, options: dict[str, Any]
+) -> list[Any] | None:
+    """Calls a tokenizer that this process has been sent, now or before; None: it has not."""
+    if tokenizer is not None:
+        _kept.clear()
+        _kept[key] = tokenizer
+    return [_use(_kept[key], name, value, options)] if key in _kept else None
+
+
+def _use(tokenizer: PreTrainedTokenizerBase, name: str, value: Any, options: dict[str, Any]) -> Any:
+    result = getattr(tokenizer, name)(value, **options)
+    return result["input_ids"] if name == "__call__" else result
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -269,6 +338,8 @@ def load_from_files(model: ModelConfig) -> PreTrainedTokenizerBase:
         _check_arguments(place, revision, is_offline)
         told = (place, revision, model.trust_remote_code, is_offline)
         if not model.trust_remote_code:  # code of the model's may do anything anyway
+            if not is_offline and not Path(place).is_dir():
+                fetch_small_files(place, revision)  # or a slow download would count as the trial's time
             _try_loading(*told)
         tokenizer = _load(*told)
     except LimitError as error:

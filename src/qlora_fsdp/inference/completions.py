@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PretrainedConfig
 
+from qlora_fsdp.common.contained import LimitError, call
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
@@ -33,7 +34,7 @@ from qlora_fsdp.sharding.by_rows import ByRows, why_not_by_rows
 from qlora_fsdp.sharding.shard import bypassing_root
 
 GENERATION_FILE = "generation_config.json"
-MOST_ROWS = 2**10  # for each prompt; who searches by beams has some ten
+MOST_ROWS = 2**8  # for each prompt, each with a number for every token of a vocabulary; who has beams has some ten
 LIMIT = 2**63  # of numbers; torch has none above
 STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
 PAD = 0
@@ -63,8 +64,8 @@ def _are_texts(value: Any) -> bool:
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "typical_p", "guidance_scale", "max_time"), _is_number),
     **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens"), _is_number),
-    **dict.fromkeys(("no_repeat_ngram_size", "prompt_lookup_num_tokens"), _is_number),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), _is_count),
+    "no_repeat_ngram_size": _is_number,
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "prompt_lookup_num_tokens"), _is_count),
     **dict.fromkeys(("eos_token_id", "pad_token_id", "forced_eos_token_id", "suppress_tokens"), _are_ids),
     "min_p": lambda value: _is_number(value) and 0 <= value <= 1,
     "stop_strings": _are_texts,
@@ -110,17 +111,29 @@ def blaming_file(trained: AssembledModel, config: GenerationConfig) -> Iterator[
         ) from error
 
 
+def _load_generation(folder: str) -> GenerationConfig:
+    return GenerationConfig.from_pretrained(folder)
+
+
+def _try_generation(folder: str) -> None:
+    _load_generation(folder)
+
+
 def _read_generation(file: Path) -> GenerationConfig:
     try:
         values = read_json_object(file, MAX_CONFIG_BYTES)
         bad = next((key for key, fits in _FITS.items() if values.get(key) is not None and not fits(values[key])), None)
-        config = GenerationConfig() if bad else GenerationConfig.from_pretrained(str(file.parent))
+        if bad is not None:
+            value = shorten(json.dumps(values[bad]))
+            raise CheckpointError(f"{file} sets {bad} to {value}, which can't be used. Correct it there, or remove it.")
+        call(_try_generation, str(file.parent))
+        return _load_generation(str(file.parent))
+    except CheckpointError:
+        raise
+    except LimitError as error:
+        raise CheckpointError(f"{file} can't be used: its loading {error}. Correct it, or copy it again.") from None
     except Exception as error:  # the file may hold anything
         raise CheckpointError(f"{file} can't be used: {error}. Correct it, or copy it again.") from error
-    if bad is not None:
-        value = shorten(json.dumps(values[bad]))
-        raise CheckpointError(f"{file} sets {bad} to {value}, which can't be used. Correct it there, or remove it.")
-    return config
 
 
 def make_completer(

@@ -17,7 +17,7 @@ from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import BadRow, add_system_prompt, check_row
-from qlora_fsdp.data.tokenizer import begin_tokens, encode
+from qlora_fsdp.data.tokenizer import ContainedTokenizer, begin_tokens
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
 
@@ -84,7 +84,8 @@ def style_tokens(
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """A prompt's tokens as in training: after what the tokenizer puts before a text, once, without an end token."""
-    begin, tokens = begin_tokens(tokenizer), encode(tokenizer, prompt)
+    begin = begin_tokens(tokenizer)
+    tokens = ContainedTokenizer(tokenizer).encode(prompt)
     return tokens if tokens[: len(begin)] == begin else begin + tokens
 
 
@@ -133,7 +134,7 @@ def chat_tokens(
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."
         ) from error
-    return encode(tokenizer, text)
+    return ContainedTokenizer(tokenizer).encode(text)
 
 
 def pad_left(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from qlora_fsdp.common.contained import LimitError, call
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside, read_json_object
-from qlora_fsdp.common.hub import fetch_config_json, without_hub
+from qlora_fsdp.common.hub import OTHER_FORMATS, SMALL_FILES, fetch_config_json, without_hub
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_sizes
 from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
@@ -241,8 +241,8 @@ def _download(config: ModelConfig, local_files_only: bool) -> Path:
         snapshot_download(
             config.path,
             revision=config.revision,
-            allow_patterns=[*weights, "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
-            ignore_patterns=["original/*", "consolidated*"],  # the same weights in their authors' own format
+            allow_patterns=[*weights, *SMALL_FILES],
+            ignore_patterns=[*OTHER_FORMATS],
             local_files_only=local_files_only,
         )
     )

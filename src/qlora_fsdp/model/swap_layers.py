@@ -19,7 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
-from qlora_fsdp.common.module_names import try_matching
+from qlora_fsdp.common.module_names import match_skips, try_matching
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
@@ -104,7 +104,7 @@ def swap_chosen_linears(
     skip = _left_out_by_transformers(model) if skip is None else list(skip)
     skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
     named = list(quant.llm_int8_skip_modules or [])
-    unused, quantized = try_matching("quant.llm_int8_skip_modules", _match_skips, linears, named, skip)
+    unused, quantized = try_matching("quant.llm_int8_skip_modules", match_skips, linears, named, skip)
     notes = [f"quant.llm_int8_skip_modules: {each} fits no linear layer, so that none is left out" for each in unused]
     chosen = set(quantized) - find_routers(model)
     problems, table = [], getattr(model.get_input_embeddings(), "weight", None)
@@ -121,12 +121,6 @@ def swap_chosen_linears(
     if problems:
         raise _cannot_quantize(format, problems)
     return notes
-
-
-def _match_skips(linears: Sequence[str], named: Sequence[str], skip: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Which of the names in the settings fit no layer, and the layers that nothing in `skip` leaves out."""
-    unused = [each for each in named if all(should_convert_module(name, [each]) for name in linears)]
-    return unused, [name for name in linears if should_convert_module(name, list(skip))]
 
 
 def _left_out_by_transformers(model: PreTrainedModel) -> list[str]:

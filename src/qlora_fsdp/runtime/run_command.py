@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+from qlora_fsdp.common import contained
 from qlora_fsdp.common.errors import (
     MemoryShortage,
     Problem,
@@ -160,7 +161,8 @@ def log_to_stderr() -> None:
 def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cpu: bool) -> None:
     """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
     announce(World.from_environment(os.environ).num_ranks)
-    with quick_imports():  # torch only from here on
+    with quick_imports():  # torch and transformers only from here on
+        contained.start()
         from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
         from qlora_fsdp.runtime.processes import start_processes
         from qlora_fsdp.runtime.watch import Watch, ending_together

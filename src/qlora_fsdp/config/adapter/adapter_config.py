@@ -11,7 +11,7 @@ not, because the base's files have other numbers of rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from qlora_fsdp.common.errors import AdapterError, Problem
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_json_object
 from qlora_fsdp.common.hub import is_repo_name
-from qlora_fsdp.common.module_names import is_target, try_matching
+from qlora_fsdp.common.module_names import is_target, match_all, try_matching
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.config.settings import show
@@ -216,15 +216,10 @@ def _adapted(shapes: Mapping[str, Any], what: str, modules: Any, parameters: Col
         return any(".".join(parts[start:]) in parameters for start in range(len(parts)))
 
     if keys and isinstance(modules, str):
-        try_matching(f"{what}: target_modules", _match_all, names, modules)
+        try_matching(f"{what}: target_modules", match_all, names, modules)
     linears = [name for name in names if not keys or is_target(name, modules) or is_parameter(f"{name}.weight")]
     experts = [f"{name}.{key}" for name in set(names) - set(linears) for key in keys]
     return sorted([*linears, *filter(is_parameter, experts)])
-
-
-def _match_all(names: Sequence[str], expression: str) -> None:
-    for name in names:
-        is_target(name, expression)
 
 
 def _without_parameters(patterns: dict[str, Any] | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.module_names import fits_pattern, is_target, try_matching
+from qlora_fsdp.common.module_names import fits_pattern, is_target, match_all, try_matching
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
 from qlora_fsdp.model.parts import find_decoder, general_name, is_for_another_place
@@ -259,7 +259,7 @@ def _check_names(model: nn.Module, config: LoraConfig, places: Sequence[ExpertWe
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         wanted = getattr(config, key)
         if isinstance(wanted, (str, Mapping)):
-            try_matching(f"lora.{key}", _match_all, names, wanted if isinstance(wanted, str) else list(wanted))
+            try_matching(f"lora.{key}", match_all, names, wanted if isinstance(wanted, str) else list(wanted))
     problems = list(_names_that_fit_nothing(model, config, names))
     if problems:  # a saved adapter names every layer of its own base
         lines = problems[:MAX_LISTED]
@@ -273,16 +273,6 @@ def _names_of_experts(places: Iterable[ExpertWeightPlace]) -> Iterator[str]:
     for place in places:
         yield place.name
         yield from place.former_names()
-
-
-def _match_all(names: Sequence[str], wanted: str | Sequence[str]) -> None:
-    """Matches every name once, as PEFT does with a regular expression, or with the keys of a pattern."""
-    for name in names:
-        if isinstance(wanted, str):
-            is_target(name, wanted)
-            continue
-        for pattern in wanted:
-            fits_pattern(name, pattern)
 
 
 def _names_that_fit_nothing(model: nn.Module, config: LoraConfig, names: Sequence[str]) -> Iterator[str]:
