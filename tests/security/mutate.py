@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import resource
 import shutil
@@ -35,17 +36,28 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from qlora_fsdp import status
-from qlora_fsdp.common.errors import UserError, print_error, refuse
+from qlora_fsdp.common.errors import CheckpointError, UserError, print_error, refuse
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_lora
 from qlora_fsdp.config.checks.check_launch import check_accelerate_file
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
 from qlora_fsdp.config.reading.commands import load_command
-from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LaunchConfig, LossOn, ModelConfig, QuantConfig
+from qlora_fsdp.config.schema import (
+    BadRows,
+    Config,
+    DataConfig,
+    DataFormat,
+    LaunchConfig,
+    LossOn,
+    ModelConfig,
+    QuantConfig,
+)
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenize_source import _load_whole, load_source, tokenize_source
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.inference.completions import _read_generation
@@ -56,11 +68,13 @@ from qlora_fsdp.model.find import find_model
 from qlora_fsdp.records.run_state import MANIFEST
 from qlora_fsdp.training.checkpoints.checkpoint import digest_manifest, read_manifest
 from qlora_fsdp.weights.fill import fill_from_files
+from qlora_fsdp.weights.quantized_cache import use_cache
 from tests.helpers import quick_config
 from tests.helpers.checkpoints import make_checkpoint, quantize_checkpoint
 from tests.helpers.lines import write_lines
+from tests.helpers.one_process import one_process
 
-MAX_SECONDS = 20  # of one reading
+MAX_SECONDS = 20  # of one reading: of processor time, as the host may be busy with other things
 MAX_BYTES = 4 * 2**30  # of memory that the process takes
 DEEP = 100_000
 ODD: list[Any] = [
@@ -76,7 +90,7 @@ class Kind:
 
     Attributes:
         make: writes a folder with an honest file of the kind.
-        name: the file that is mutated, in this folder.
+        name: the file that is mutated, in this folder; a pattern that one file fits.
         read: what a command does with the folder.
         is_text: whether it is JSON or YAML, so that its values can be mutated too.
     """
@@ -166,15 +180,17 @@ def run_mutations(name: str, folder: Path, count: int, seed: int) -> Outcome:
     kind.make(honest)
     sentinel = folder / "x"  # where `../x` leads
     sentinel.write_text("untouched")
-    content = (honest / kind.name).read_bytes()
+    (file,) = honest.glob(kind.name)
+    name_in_folder = file.relative_to(honest)
+    content = file.read_bytes()
     kind.read(honest)
     before = _digests(folder)
     for number in range(count):
         rng = random.Random(f"{name} {seed} {number}")
         copy = folder / "copy"
         shutil.copytree(honest, copy)
-        (copy / kind.name).write_bytes(mutate(content, kind.is_text, rng))
-        start = time.monotonic()
+        (copy / name_in_folder).write_bytes(mutate(content, kind.is_text, rng))
+        start = time.process_time()
         try:
             with _limited_seconds():
                 kind.read(copy)
@@ -190,25 +206,29 @@ def run_mutations(name: str, folder: Path, count: int, seed: int) -> Outcome:
                 raise
             last = traceback.format_exc(limit=-4).strip()
             outcome.failures.append(f"{name} seed={seed} number={number}: {type(error).__name__}: {last[-1500:]}")
-        outcome.slowest_seconds = max(outcome.slowest_seconds, time.monotonic() - start)
+        outcome.slowest_seconds = max(outcome.slowest_seconds, time.process_time() - start)
         shutil.rmtree(copy)
         if _digests(folder) != before:
             raise AssertionError(f"{name} seed={seed} number={number} changed files outside its folder")
     return outcome
 
 
+class TooSlow(BaseException):
+    """A reading took too long. No handler of errors takes it for one of a file."""
+
+
 @contextmanager
 def _limited_seconds() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
-        raise TimeoutError(f"a reading took more than {MAX_SECONDS} seconds")
+        raise TooSlow(f"a reading took more than {MAX_SECONDS} seconds")
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(MAX_SECONDS)
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -363,6 +383,90 @@ def _read_accelerate(folder: Path) -> None:
     refuse(check_accelerate_file(LaunchConfig(config_file=str(folder / "accelerate.yaml"))))
 
 
+def _spec(folder: Path) -> DataSpec:
+    """Data whose cache is in the folder; the rows themselves are beside it, as copies of them would be other data."""
+    data = DataConfig(path=str(folder.parent / "cached.jsonl"), cache_folder=str(folder))
+    return DataSpec.of(Config(data=data))
+
+
+def _make_tokenized(folder: Path) -> None:
+    rows = [{"prompt": f"question {number}", "completion": "answer " * number} for number in range(1, 9)]
+    write_lines(folder.parent / "cached.jsonl", rows)
+    tokenize_source(str(folder.parent / "cached.jsonl"), _spec(folder), byte_tokenizer())
+
+
+def _read_tokenized(folder: Path) -> None:
+    """As a run does, which makes an entry anew whose bytes are not those that were written."""
+    (entry,) = (path for path in folder.iterdir() if path.is_dir())
+    spec = _spec(folder)
+    with _quiet():
+        if _load_whole(entry, spec) is None:
+            raise UserError("it is made anew")
+    rows, _ = load_source(spec.settings.path, spec, byte_tokenizer(), 259)
+    for row in range(len(rows.num_targets)):
+        rows.read(row)
+
+
+def _make_quantized_cache(folder: Path) -> None:
+    _make_model(folder.parent / "cached")
+    _use_quantized_cache(folder, writes=True)
+
+
+def _use_quantized_cache(folder: Path, writes: bool = False) -> None:
+    files = find_model(ModelConfig(path=str(folder.parent / "cached")), True, lambda error: error)
+    built = build_model(files, BuildSettings(QuantConfig(), torch.float32, "eager"))
+    with _quiet() as told:
+        assignments = use_cache(built.assignments, "base", str(folder), torch.float32, one_process(), writes)
+    if any("can't be used" in line for line in told):
+        raise UserError("it is made anew")
+    built.model.to_empty(device="cpu")
+    fill_from_files(assignments, torch.device("cpu"), torch.float32)
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """What is logged meanwhile, which is not shown."""
+    told: list[str] = []
+    log = logging.getLogger("qlora_fsdp")
+    with mock.patch.object(log, "handle", lambda record: told.append(record.getMessage())):
+        yield told
+
+
+def _make_gguf(folder: Path) -> None:
+    """A model that somebody has for llama.cpp, with the config of the one it was made of."""
+    _make_model(folder)
+    (folder / "model.safetensors").unlink()
+    strings = b"".join(len(text).to_bytes(8, "little") + text for text in (b"general.architecture", b"llama"))
+    (folder / "model.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + strings)
+
+
+def _refuse_gguf(folder: Path) -> None:
+    """None is read, whatever is in it."""
+    try:
+        _load_model(folder)
+    except CheckpointError as error:
+        if "neither model.safetensors nor" in str(error):
+            return
+    raise AssertionError("a model of no known format was not refused")
+
+
+def _make_processor(folder: Path) -> None:
+    _make_model(folder)
+    image = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}, "do_resize": True}
+    whole = {"processor_class": "LlavaProcessor", "patch_size": 14, "image_token": "<image>", "chat_template": "x"}
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / name).write_text(json.dumps(image))
+    (folder / "processor_config.json").write_text(json.dumps(whole | {"image_processor": image}))
+
+
+def _read_processor(folder: Path) -> None:
+    _read_tokenizer(folder)
+    find_model(ModelConfig(path=str(folder)), True, lambda error: error)
+
+
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+TOKENIZED = ("report.json", "digests.json", "tokens.bin", "starts.bin", "places.arrow")
+QUANTIZED = ("cache.json", "model.safetensors.index.json", "quantized-00001.safetensors")
 KINDS = {
     "generation_config.json": Kind(_make_generation, "generation_config.json", _read_generation_config),
     "chat_template.jinja": Kind(_make_model, "chat_template.jinja", _render_chat, is_text=False),
@@ -382,6 +486,18 @@ KINDS = {
     "manifest.json": Kind(_make_checkpoint_folder, MANIFEST, _read_checkpoint),
     "JSONL": Kind(_make_rows, "rows.jsonl", _row_reader("rows.jsonl")),
     "Parquet": Kind(_make_rows, "rows.parquet", _row_reader("rows.parquet"), is_text=False),
+    "GGUF": Kind(_make_gguf, "model.gguf", _refuse_gguf, is_text=False),
+    **{name: Kind(_make_processor, name, _read_processor) for name in PROCESSORS},
+    **{
+        f"tokenized cache's {name}": Kind(_make_tokenized, f"*/{name}", _read_tokenized, name.endswith(".json"))
+        for name in TOKENIZED
+    },
+    **{
+        f"quantized cache's {name}": Kind(
+            _make_quantized_cache, f"*/{name}", _use_quantized_cache, name.endswith(".json")
+        )
+        for name in QUANTIZED
+    },
 }
 
 

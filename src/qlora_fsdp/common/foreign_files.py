@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.files import digest_files
+from qlora_fsdp.common.text import shorten
 
 MAX_SMALL_BYTES = 2**25
 NAMED_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's chat templates that have names
@@ -87,6 +89,28 @@ def read_json_object(file: Path, max_bytes: int) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"it holds a {type(values).__name__}, and not an object")
     return values
+
+
+def read_digests(folder: Path, written: Any) -> dict[str, str]:
+    """Digests what a folder's list of its files names, and nothing elsewhere.
+
+    Args:
+        folder: the folder.
+        written: what the list says: the digest of each file.
+
+    Returns:
+        The digests of these files as they are now.
+
+    Raises:
+        OSError: one can't be read.
+        ValueError: it is no such list, or names what is no file of the folder.
+    """
+    if not isinstance(written, dict):
+        raise ValueError(f"the list of its files is a {type(written).__name__}")
+    strange = set(written) - {file.name for file in folder.iterdir() if file.is_file()}
+    if strange:
+        raise ValueError(f"it lists {shorten(min(strange))}, which is no file of it")
+    return digest_files(folder, written)
 
 
 def read_small(folder: Path, name: str) -> bytes:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.files import digest_files, write_json
+from qlora_fsdp.common.foreign_files import read_digests, read_json_object
 from qlora_fsdp.data.chats.told import NUM_PLACES, TOLD, tell
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
@@ -32,6 +33,7 @@ from qlora_fsdp.data.tokenized_rows import TokenizedRows
 CACHE_VERSION = 24  # to be raised when the same input gives other tokens
 REPORT = "report.json"
 DIGESTS = "digests.json"  # the SHA-256 of each file, by its name
+MAX_REPORT_BYTES = 2**26  # of one of these two; more than any has
 PLACES = "places.arrow"  # of every row, for messages
 PLACES_A_BATCH = 2**16
 
@@ -175,8 +177,8 @@ def find_damage(folder: Path) -> str | None:
     Raises:
         OSError, ValueError, TypeError: it does not exist, or is not whole.
     """
-    written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-    found = digest_files(folder, written)
+    written = read_json_object(folder / DIGESTS, MAX_REPORT_BYTES)
+    found = read_digests(folder, written)
     changed = [name for name, digest in written.items() if found[name] != digest]
     return f"{folder / changed[0]} has other bytes than were written" if changed else None
 
@@ -187,7 +189,7 @@ def load_entry(folder: Path) -> Entry:
     Raises:
         OSError, ValueError, KeyError, TypeError: it does not exist, or is not whole.
     """
-    found = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    found = read_json_object(folder / REPORT, MAX_REPORT_BYTES)
     counted = found.pop("counted")
     report = ReadReport.from_json(found)
 

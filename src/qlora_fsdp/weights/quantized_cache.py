@@ -24,7 +24,15 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.files import digest_files, remove, remove_leftovers, replacing
-from qlora_fsdp.common.foreign_files import check_owner, close_to_others, find_cache, lock_mode, open_cache
+from qlora_fsdp.common.foreign_files import (
+    check_owner,
+    close_to_others,
+    find_cache,
+    lock_mode,
+    open_cache,
+    read_digests,
+    read_json_object,
+)
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.layers import Format, QuantizedLinear
@@ -40,6 +48,7 @@ from qlora_fsdp.weights.stored_quantization import int8_state_names, weight_shap
 DEFAULT_FOLDER = "~/.cache/qlora_fsdp/quantized"
 CACHE_VERSION = 1  # to be raised when the same settings give other bytes
 MANIFEST = "cache.json"
+MAX_MANIFEST_BYTES = 2**20  # a digest for each file of 2 GiB
 FILE_BYTES = 2 * 2**30  # of quantized weights per file; they are in host memory while the file is written
 
 
@@ -157,10 +166,10 @@ def _find_damage(entry: Path) -> str | None:
     memory, as far as that has room.
     """
     try:
-        manifest = json.loads((entry / MANIFEST).read_bytes())
+        manifest = read_json_object(entry / MANIFEST, MAX_MANIFEST_BYTES)
         if fingerprint_files(read_headers(entry).values()) != manifest["fingerprint"]:
             return f"{entry} has other values"
-        found = digest_files(entry, manifest["files"])
+        found = read_digests(entry, manifest["files"])
         changed = [name for name, digest in manifest["files"].items() if found[name] != digest]
         return f"{entry / changed[0]} has other bytes than were written" if changed else None
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:

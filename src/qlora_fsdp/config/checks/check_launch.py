@@ -59,8 +59,8 @@ def read_accelerate_file(file: Path) -> dict[str, Any]:
     """
     try:
         text = read_small_text(file)
+        parse_yaml(text)  # what aliases repeat, and how deep it goes, has a limit
         values = yaml.safe_load(text)
-        parse_yaml(text)  # what aliases repeat has a limit, before anything is printed
     except RecursionError:
         raise ValueError("can't be read: it is nested too deeply.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
