@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ def _thin_out(is_target: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def write_report_rows(kept: ReportRows, file: Path) -> str:
     """Write the rows to a file, whole or not at all. Returns the file's SHA-256."""
-    tensors = {
+    tensors: dict[str, NDArray[Any]] = {
         "tokens": np.concatenate([tokens for tokens, _ in kept.rows]).astype(np.int32),
         "is_target": np.concatenate([is_target for _, is_target in kept.rows]).astype(np.uint8),
         "lengths": np.array([len(tokens) for tokens, _ in kept.rows], np.int32),
