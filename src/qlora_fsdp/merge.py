@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from qlora_fsdp.inference.merge_report import MergeReport
+    from qlora_fsdp.inference.merge_report import LoadForm, MergeReport
     from qlora_fsdp.inference.merge_weights import Merge
     from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
@@ -63,6 +63,9 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   other_base=true     use the adapter on a base with other weights than those that it was trained on (default: false)
   write=adapter       instead of a model the adapter alone, as vLLM reads it: with the names that layers have in the
                       base's files, one adapter for each expert of a mixture, and one scaling for all layers
+  gguf=q8_0,q4_0      beside the model GGUF files of it (f32, f16, bf16, q8_0, q4_0), for llama.cpp, Ollama and LM
+                      Studio, and Ollama's Modelfile; with write=adapter of the adapter alone, for llama.cpp's --lora
+  llama_cpp=DIR       llama.cpp's folder, whose converter writes them; by default the one on the PATH
 
 examples:
   qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
@@ -71,6 +74,7 @@ examples:
 
 REPORT_FILE = "merge_report.json"
 CARD_FILE = "README.md"
+MODELFILE = "Modelfile"
 
 
 @dataclass
@@ -84,6 +88,13 @@ class MergeSettings(BaseAndAdapterSettings):
     report_data: str | None = None
     report_rows: int = 32
     write: str = "model"
+    gguf: str | None = None
+    llama_cpp: str | None = None
+
+    @property
+    def gguf_types(self) -> list[str]:
+        """The types of the GGUF files that are wanted."""
+        return [name.strip() for name in (self.gguf or "").split(",") if name.strip()]
 
 
 def merge(settings: MergeSettings, config: Config, processes: Processes) -> None:
@@ -105,6 +116,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":
         trained = assemble_trained(config, settings, processes)
+        if settings.gguf_types:
+            _write_adapter_gguf(settings, config, trained, processes)
+            return
         with merging_to(out):
             renamed = export_adapter(trained, adapter, out)
         log.info(_describe_export(adapter, out, renamed))
@@ -127,10 +141,62 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
-    if is_there and (out / REPORT_FILE).is_file() and settings.report_data is None:
+    are_new = _write_gguf(settings, merged, DataSpec.of(config))
+    if is_there and not are_new and (out / REPORT_FILE).is_file() and settings.report_data is None:
         log.info(f"Its report is in {out / REPORT_FILE}.")
         return
     _report(settings, config, merged, processes)
+
+
+def _write_gguf(settings: MergeSettings, merged: Merge, data: DataSpec) -> bool:
+    """Write the GGUF files that are wanted, and say how they are used. Returns whether any was not there yet."""
+    from qlora_fsdp.inference.gguf_files import gguf_name, write_model
+    from qlora_fsdp.inference.merge_files import merging_to
+    from qlora_fsdp.inference.modelfile import make_modelfile, stop_texts
+
+    types = settings.gguf_types
+    out = merged.out
+    are_new = any(not (out / gguf_name("model", name)).is_file() for name in types)
+    if not types:
+        return False
+    with merging_to(out):
+        files = write_model(out, types, settings.llama_cpp)
+        smallest = min(files, key=lambda file: file.stat().st_size)
+        tokenizer = merged.trained.tokenizer
+        arguments = data.settings.template_arguments
+        text = make_modelfile([f"FROM ./{smallest.name}"], tokenizer, arguments, stop_texts(tokenizer))
+        write_atomically(out / MODELFILE, text)
+    written = ", ".join(f"{file.name} ({show_bytes(file.stat().st_size)})" for file in files)
+    folder = shlex.quote(str(out))
+    log.info(
+        f"GGUF: {written}\n  llama-server --model {shlex.quote(str(smallest))}\n"
+        f"  cd {folder} && ollama create NAME --file {MODELFILE} && ollama run NAME"
+    )
+    return are_new
+
+
+def _write_adapter_gguf(settings: MergeSettings, config: Config, trained: AssembledModel, processes: Processes) -> None:
+    """Write the adapter alone as GGUF files, with a Modelfile that puts it on its base."""
+    from qlora_fsdp.inference.gguf_files import write_adapter
+    from qlora_fsdp.inference.merge_files import merging_to
+    from qlora_fsdp.inference.modelfile import make_modelfile, stop_texts
+
+    assert settings.adapter is not None and settings.out is not None
+    out = Path(settings.out).expanduser()
+    with merging_to(out):
+        files = write_adapter(
+            trained, Path(settings.adapter).expanduser(), out, settings.gguf_types, settings.llama_cpp
+        )
+        tokenizer = trained.tokenizer
+        lines = [f"FROM {trained.files.folder}", f"ADAPTER ./{files[0].name}"]
+        arguments = config.data.template_arguments
+        write_atomically(out / MODELFILE, make_modelfile(lines, tokenizer, arguments, stop_texts(tokenizer)))
+    folder = shlex.quote(str(out))
+    log.info(
+        f"GGUF: {', '.join(file.name for file in files)} in {out}, the adapter alone, for GGUF files of its base:\n"
+        f"  llama-server --model BASE.gguf --lora {shlex.quote(str(files[0]))}\n"
+        f"  cd {folder} && ollama create NAME --file {MODELFILE} && ollama run NAME"
+    )
 
 
 def _report(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> None:
@@ -166,6 +232,7 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
 
 def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> MergeReport | str:
     """The report of a merge, or why there is none."""
+    from qlora_fsdp.inference.gguf_files import gguf_name
     from qlora_fsdp.inference.merge_report import (
         find_kept_rows,
         find_shortage,
@@ -200,8 +267,15 @@ def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: 
     def load_merged(dtype: torch.dtype, device: torch.device) -> nn.Module:
         return load_stock(merged.out, dtype, device, config.model.trust_remote_code)
 
+    def load_gguf(file: Path) -> LoadForm:
+        return lambda dtype, device: load_stock(merged.out, dtype, device, False, gguf_file=file.name)
+
+    forms: dict[str, LoadForm] = {"merged": load_merged}
+    for name in settings.gguf_types:
+        file = merged.out / gguf_name("model", name)
+        forms[file.name] = load_gguf(file)
     chosen = replace(rows, rows=rows.rows[: settings.report_rows])
-    return make_report(load_as_trained, chosen, what, {"merged": load_merged}, processes.device)
+    return make_report(load_as_trained, chosen, what, forms, processes.device)
 
 
 def _format_of(quant: QuantConfig) -> str | None:
@@ -254,6 +328,8 @@ def _describe_end(out: Path, was_there: bool, data: DataSpec, trusts_code: bool,
 
 
 def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights: Weights, num_ranks: int) -> None:
+    from qlora_fsdp.inference.gguf_files import gguf_problems
+
     problems = []
     if settings.adapter is None:
         problems.append(Problem("adapter", "is not set.", "Set adapter to the folder that training wrote."))
@@ -271,6 +347,13 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
         if value != getattr(default, name):
             reason = "is about a merged model, and write=adapter makes none."
             problems.append(Problem(f"{name}={value}", reason, f"Leave {name} out, or set write=model."))
+    if settings.gguf_types and settings.quantize is not None:
+        reason = "is for safetensors, and llama.cpp's converter reads weights that are not quantized."
+        problems.append(Problem(f"quantize={settings.quantize}", reason, "Leave quantize or gguf out."))
+    problems += gguf_problems(settings.gguf_types, settings.write == "adapter", settings.llama_cpp)
+    if settings.gguf_types and not data.task.is_causal:
+        reason = "is for models that write text, and this is a classifier."
+        problems.append(Problem(f"gguf={settings.gguf}", reason, "Leave gguf out."))
     if settings.quantize not in (None, "nf4", "fp4"):
         problems.append(Problem(f"quantize={settings.quantize}", "is neither nf4 nor fp4.", "Set one of them."))
     if settings.report_rows < 1:

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.text import format_table, plural, show_bytes
+from qlora_fsdp.common.text import first_line, format_table, plural, show_bytes
 from qlora_fsdp.config.reading.commands import read_report_digest
 from qlora_fsdp.config.schema import QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.config.specs import DataSpec, TaskSpec
@@ -75,6 +75,7 @@ class MergeReport:
         num_target_tokens: predicted tokens in them.
         models: figures of the `base` without the adapter, of the adapter as `trained` on it, and of every form that was
             written, by their names.
+        failed: why a form could not be compared, by its name.
         seconds: that the report took.
     """
 
@@ -82,6 +83,7 @@ class MergeReport:
     num_rows: int
     num_target_tokens: int
     models: Mapping[str, ModelFigures]
+    failed: Mapping[str, str]
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -204,13 +206,17 @@ def make_report(
     models = {"base": compare(as_base), "trained": compare(as_trained)}
     del assembled, wrapped, as_base
     _free()
+    failed = {}
     for name, load in forms.items():
-        model = load(dtype, device).eval()
-        models[name] = compare(_predict(model, done, device))
-        del model
+        try:
+            model = load(dtype, device).eval()
+            models[name] = compare(_predict(model, done, device))
+            del model
+        except Exception as error:  # of the stock libraries, which may not know this model in this form
+            failed[name] = first_line(error)
         _free()
     num_targets = sum(len(each) for each in targets)
-    return MergeReport(what, len(done), num_targets, models, round(time.perf_counter() - started, 1))
+    return MergeReport(what, len(done), num_targets, models, failed, round(time.perf_counter() - started, 1))
 
 
 def load_stock(folder: Path, dtype: torch.dtype, device: torch.device, trusts_code: bool, **options: Any) -> nn.Module:
@@ -288,7 +294,9 @@ def describe_report(report: MergeReport) -> str:
     """The lines that the log has of a report."""
     tokens = plural(report.num_target_tokens, "predicted token")
     head = f"Report on {report.num_rows} {report.rows}, {tokens}, in {report.seconds:.0f} s:"
-    return "\n".join([head, *(f"  {line}" for line in format_table(report.table()).splitlines())])
+    lines = [head, *(f"  {line}" for line in format_table(report.table()).splitlines())]
+    lines += [f"Note: transformers can't load {name} here: {reason}" for name, reason in report.failed.items()]
+    return "\n".join(lines)
 
 
 def advise(name: str, figures: ModelFigures, base: str, format: str | None, trained_format: str | None) -> str | None:

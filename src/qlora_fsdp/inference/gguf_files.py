@@ -1,0 +1,253 @@
+"""Merged models and adapters as GGUF, the files of llama.cpp, Ollama and LM Studio.
+
+llama.cpp's own converter writes them from what `merge` has written: it knows the names, the order of rows and the
+tokenizer of every architecture that llama.cpp runs. It comes with llama.cpp's sources, and no package of its makers has
+it; so its folder is named, or it is on the PATH (where Homebrew puts it). Blocks of 4 bits, which the converter does
+not write, are packed by the makers' package `gguf` afterwards.
+
+llama.cpp multiplies an adapter's product by lora_alpha / rank, with the rank of each layer's matrices, and knows no
+rsLoRA and no patterns: other scalings go into B.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import peft
+from safetensors.torch import save_file
+
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, Problem
+from qlora_fsdp.common.files import replacing
+from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX
+from qlora_fsdp.inference.merge_weights import ParameterChange, find_parameter_changes
+from qlora_fsdp.model.adapters.serving import adapted_experts
+from qlora_fsdp.model.assemble import AssembledModel
+
+MODEL_CONVERTER = "convert_hf_to_gguf.py"
+ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
+OF_CONVERTER = ("f32", "f16", "bf16", "q8_0")
+MODEL_TYPES = (*OF_CONVERTER, "q4_0")
+GGUF_BLOCK = 32  # weights that share a scale in Q4_0 and Q8_0
+ENDS = ("token_embd", "output")  # embeddings and head in GGUF
+SHOWN_LINES = 8  # of what the converter said, where it fails
+
+
+def gguf_problems(types: Sequence[str], writes_adapter: bool, llama_cpp: str | None) -> Iterator[Problem]:
+    """What is wrong with the settings of GGUF files; found before anything is merged.
+
+    Args:
+        types: of the files that are wanted; empty for none.
+        writes_adapter: whether they are of the adapter alone.
+        llama_cpp: folder of the converter, as it was typed.
+    """
+    if not types:
+        if llama_cpp is not None:
+            yield Problem(f"llama_cpp={llama_cpp}", "has no effect without gguf=.", "Leave it out, or set gguf=q8_0.")
+        return
+    typed = f"gguf={','.join(types)}"
+    allowed = OF_CONVERTER if writes_adapter else MODEL_TYPES
+    unknown = [name for name in types if name not in allowed]
+    if unknown:
+        yield Problem(typed, f"has {', '.join(unknown)}, which is not written.", f"Set types of {', '.join(allowed)}.")
+    if importlib.util.find_spec("gguf") is None:
+        yield Problem(typed, "needs the package gguf, which is not installed.", "pip install gguf")
+    if find_converter(ADAPTER_CONVERTER if writes_adapter else MODEL_CONVERTER, llama_cpp) is None:
+        name = ADAPTER_CONVERTER if writes_adapter else MODEL_CONVERTER
+        where = "on the PATH" if llama_cpp is None else f"in llama_cpp={llama_cpp}"
+        fix = (
+            "git clone --depth 1 https://github.com/ggml-org/llama.cpp, and set llama_cpp to that folder; sources of "
+            "the package llama-cpp-python have it too, in vendor/llama.cpp."
+        )
+        yield Problem(typed, f"needs llama.cpp's {name}, which is not {where}.", fix)
+
+
+def find_converter(name: str, llama_cpp: str | None) -> Path | None:
+    """A converter of llama.cpp's: in the folder that is named, or on the PATH; None where it is not there."""
+    if llama_cpp is not None:
+        file = Path(llama_cpp).expanduser().resolve() / name
+        return file if file.is_file() else None
+    found = shutil.which(name)
+    return None if found is None else Path(found).resolve()
+
+
+def gguf_name(kind: str, type_name: str) -> str:
+    """The name of a GGUF file, such as `model-Q8_0.gguf`."""
+    return f"{kind}-{type_name.upper()}.gguf"
+
+
+def write_model(merged: Path, types: Sequence[str], llama_cpp: str | None) -> list[Path]:
+    """Write a merged model's GGUF files into its folder, whole or not at all; those that are there stay.
+
+    Args:
+        merged: the folder of the model, in safetensors that are not quantized.
+        types: of the files, of `MODEL_TYPES`.
+        llama_cpp: folder of the converter; None: it is on the PATH.
+
+    Raises:
+        CheckpointError: the converter failed; with its last lines.
+    """
+    converter = find_converter(MODEL_CONVERTER, llama_cpp)
+    assert converter is not None
+    files = [merged / gguf_name("model", name) for name in types]
+    for name, file in zip(types, files, strict=True):
+        if file.is_file():
+            continue
+        with replacing(file) as temporary:
+            if name in OF_CONVERTER:
+                _convert(converter, [str(merged), "--outfile", str(temporary), "--outtype", name])
+                continue
+            whole = temporary.with_name(f"{temporary.name}.16-bit")
+            try:
+                _convert(converter, [str(merged), "--outfile", str(whole), "--outtype", "auto"])
+                _pack_4_bits(whole, temporary)
+            finally:
+                whole.unlink(missing_ok=True)
+    return files
+
+
+def _convert(converter: Path, arguments: Sequence[str]) -> None:
+    """Run one of llama.cpp's converters.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    # Its modules lie beside it, where Python does not look while PYTHONSAFEPATH is set.
+    paths = [str(converter.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(
+        [sys.executable, str(converter), *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        env=environment,
+    )
+    if done.returncode:
+        said = printable_lines("\n".join(done.stderr.strip().splitlines()[-SHOWN_LINES:]))
+        raise CheckpointError(
+            f"llama.cpp's {converter.name} can't write this model as GGUF. Leave gguf out, or set llama_cpp to a newer "
+            f"llama.cpp. It said:\n{said}"
+        )
+
+
+def _pack_4_bits(source: Path, target: Path) -> None:
+    """Write a GGUF file once more, its matrices in Q4_0; embeddings and head in Q8_0, as they suffer most.
+
+    One tensor is in memory at a time.
+
+    Args:
+        source: a file of 16 or 32 bits.
+        target: a file that does not exist yet.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    architecture = str(reader.fields[gguf.Keys.General.ARCHITECTURE].contents())
+    writer = gguf.GGUFWriter(target, architecture)
+    for name, field in reader.fields.items():
+        written_by_writer = name.startswith("GGUF.") or name == gguf.Keys.General.ARCHITECTURE
+        if written_by_writer or name == gguf.Keys.General.FILE_TYPE:
+            continue
+        value_type = field.types[0]
+        sub_type = field.types[-1] if value_type == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), value_type, sub_type)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+    types = {tensor.name: _packed_type(tensor) for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        name = tensor.name
+        data = tensor.data
+        if types[name] == tensor.tensor_type:
+            writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.tensor_type)
+            continue
+        shape = [int(size) for size in reversed(tensor.shape)]
+        packed = gguf.quants.quant_shape_to_byte_shape(shape, types[name])
+        writer.add_tensor_info(name, packed, np.dtype(np.uint8), math.prod(packed), raw_dtype=types[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        data = tensor.data
+        if types[tensor.name] != tensor.tensor_type:
+            values = gguf.quants.dequantize(data, tensor.tensor_type)
+            data = gguf.quants.quantize(values, types[tensor.name])
+        writer.write_tensor_data(data)
+    writer.close()
+
+
+def _packed_type(tensor: Any) -> Any:
+    """The type in which a tensor of a GGUF file is written in 4 bits: matrices whose rows are whole blocks, as Q4_0."""
+    from gguf import GGMLQuantizationType
+
+    is_matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
+    if not is_matrix or tensor.shape[0] % GGUF_BLOCK or tensor.tensor_type == GGMLQuantizationType.F32:
+        return tensor.tensor_type
+    return GGMLQuantizationType.Q8_0 if tensor.name.startswith(ENDS) else GGMLQuantizationType.Q4_0
+
+
+def write_adapter(
+    trained: AssembledModel, adapter: Path, out: Path, types: Sequence[str], llama_cpp: str | None
+) -> list[Path]:
+    """Write an adapter alone as GGUF files, for llama.cpp's --lora.
+
+    Args:
+        trained: base and adapter on meta.
+        adapter: its folder.
+        out: a folder.
+        types: of the files, of `OF_CONVERTER`.
+        llama_cpp: folder of the converter; None: it is on the PATH.
+
+    Raises:
+        AdapterError: llama.cpp reads no such adapter.
+        CheckpointError: the converter failed; with its last lines.
+    """
+    converter = find_converter(ADAPTER_CONVERTER, llama_cpp)
+    assert converter is not None
+    config = peft.LoraConfig.from_pretrained(str(adapter))
+    changes = find_parameter_changes(trained.model.base, adapter)
+    _check_adapter(trained, adapter, config, changes)
+    base = trained.files.folder
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / gguf_name("adapter", name) for name in types]
+    with TemporaryDirectory() as temporary:
+        plain = Path(temporary)
+        tensors = {}
+        for name, change in changes.items():
+            a, b = change.read("lora_A.weight"), change.read("lora_B.weight")
+            layer = f"{PREFIX}{name.removesuffix('.weight')}"
+            tensors[f"{layer}.lora_A.weight"] = a.float().contiguous()
+            tensors[f"{layer}.lora_B.weight"] = b.float() * (change.scaling * len(a) / config.lora_alpha)
+        save_file(tensors, plain / ADAPTER_WEIGHTS, {"format": "pt"})
+        replace(config, use_rslora=False, rank_pattern={}, alpha_pattern={}).save_pretrained(str(plain))
+        for name, file in zip(types, files, strict=True):
+            with replacing(file) as written:
+                _convert(converter, [str(plain), "--base", str(base), "--outfile", str(written), "--outtype", name])
+    return files
+
+
+def _check_adapter(
+    trained: AssembledModel, adapter: Path, config: peft.LoraConfig, changes: Mapping[str, ParameterChange]
+) -> None:
+    kinds = {
+        "is a DoRA adapter": config.use_dora,
+        "holds whole layers (modules_to_save)": any("whole" in change.keys for change in changes.values()),
+        "has rows for tokens (trainable_token_indices)": config.trainable_token_indices,
+        "adapts experts": next(adapted_experts(trained.model.base), None),
+    }
+    found = [kind for kind, is_so in kinds.items() if is_so]
+    if found:
+        raise AdapterError(
+            f"write=adapter gguf: adapter={adapter} {found[0]}, which llama.cpp does not read beside a base. Set "
+            "write=model, which makes one model of both."
+        )
