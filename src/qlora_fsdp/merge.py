@@ -133,11 +133,16 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         processes.device,
     )
     merge_files(merged)
-    if merged.rounding == "random":
+    if merged.rounds_codes:
         log.info(
             f"Weights of the dequantized base lie on the grid of {settings.quantize}. Those that the adapter changes "
             "were rounded to it at random, up or down in proportion, with a fixed seed; to the nearest, the rounding "
             "would have taken most of the adapter away."
+        )
+    elif settings.quantize is None and merged.rounds_16_bits:
+        log.info(
+            "Weights that the adapter changes were rounded to 16 bits at random, up or down in proportion, with a "
+            "fixed seed: to the nearest, most small changes would have been lost."
         )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))

@@ -298,6 +298,54 @@ def test_what_an_adapter_adds_to_codes_is_kept_on_average(adapters, tmp_path: Pa
     assert 0.7 < kept < 1.3 and lost < 0.3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_keep_small_changes_on_average(dtype: torch.dtype):
+    """Steps of both signs, in pieces or at once; to the nearest, all of them would be lost."""
+    torch.manual_seed(0)
+    base = torch.randn(256, 100).to(dtype).float()
+    values = base * (1 + 2e-4 * torch.randn(256, 1).sign())
+    assert torch.equal(values.to(dtype).float(), base) or dtype is torch.float16
+    found = merge_weights.round_to_16_bits(values, dtype, "w", 0)
+    assert found.dtype is dtype
+    change = (values - base).double()
+    kept = float(((found.double() - base) * change).sum() / change.square().sum())
+    assert 0.9 < kept < 1.1
+    parts = [merge_weights.round_to_16_bits(values[row : row + 3], dtype, "w", row * 100) for row in range(0, 256, 3)]
+    assert torch.equal(torch.cat(parts), found)
+    assert torch.equal(merge_weights.round_to_16_bits(base, dtype, "w", 0).float(), base)
+
+
+def test_sums_are_quantized_before_they_lose_bits(tmp_path: Path, capsys):
+    """Codes of base and adapter in 32 bits, where the base is in 16: rounded to 16 bits before, some are others."""
+    base = make_checkpoint("llama", tmp_path / "base", torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    given = model.model.layers[1].mlp.up_proj.weight.data.clone()
+    model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(1e-2)
+    model.save_pretrained(tmp_path / "adapter")
+    named = [f"adapter={tmp_path / 'adapter'}", f"model.path={base}", "model.tokenizer_path=bytes", "report=false"]
+    assert merge.main([*named, f"out={tmp_path / 'nf4'}", "quantize=nf4"]) == 0
+    assert merge.main([*named, f"out={tmp_path / '16'}"]) == 0
+    assert "rounded to 16 bits at random" in capsys.readouterr().err
+    whole = model.merge_and_unload().model.layers[1].mlp.up_proj.weight.data
+    codes, _ = bnb.functional.quantize_4bit(whole, quant_type="nf4", compress_statistics=True)
+    stored = {key: value for file in (tmp_path / "nf4").glob("*.safetensors") for key, value in load_file(file).items()}
+    assert torch.equal(stored["model.layers.1.mlp.up_proj.weight"], codes)
+    early, _ = bnb.functional.quantize_4bit(whole.bfloat16(), quant_type="nf4", compress_statistics=True)
+    assert not torch.equal(early, codes)
+    short = {key: value for file in (tmp_path / "16").glob("*.safetensors") for key, value in load_file(file).items()}
+    merged = short["model.layers.1.mlp.up_proj.weight"]
+    assert merged.dtype is torch.bfloat16
+    change = (whole - given).double()
+    kept = float(((merged.double() - given) * change).sum() / change.square().sum())
+    assert 0.7 < kept < 1.3
+        (whole.bfloat16().double() - whole).abs().mean()
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "adapted", "why"),
     [("llama4_text", "q_proj", "a layer for each expert"), ("falcon", "query_key_value", "of FalconForCausalLM")],
