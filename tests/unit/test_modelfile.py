@@ -1,0 +1,47 @@
+"""Ollama Modelfiles: chat templates that put words around messages become Go templates; others are left alone."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from qlora_fsdp.inference.modelfile import find_template, make_modelfile
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FIRST_TURN_IS_OTHER = (
+    "{% for m in messages %}{% if loop.index > 2 %}AGAIN {% endif %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "<u>": 1}, "<u>")))
+    made.chat_template = template
+    return made
+
+
+def test_words_around_messages_become_a_template_of_ollama():
+    text = make_modelfile(["FROM ./model.gguf"], tokenizer(CHATML), {}, ["<|im_end|>"])
+    assert text == (
+        'FROM ./model.gguf\nTEMPLATE """{{ range .Messages }}'
+        '{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n'
+        '{{ end }}{{ end }}<|im_start|>assistant\n"""\nSYSTEM """Be kind."""\nPARAMETER stop "<|im_end|>"\n'
+    )
+
+
+@pytest.mark.parametrize("template", [FIRST_TURN_IS_OTHER, CHATML.replace("Be kind.", "{{ strftime_now('%d') }}")])
+def test_templates_that_do_more_are_left_to_ollama(template: str):
+    assert find_template(tokenizer(template), {}) is None
+    text = make_modelfile(["FROM ./model.gguf"], tokenizer(template), {}, [])
+    assert "TEMPLATE" not in text and "not translated" in text
+
+
+def test_models_without_a_template_get_none():
+    assert make_modelfile(["FROM ./model.gguf"], tokenizer(None), {}, []) == "FROM ./model.gguf\n"
