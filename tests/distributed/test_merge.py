@@ -457,3 +457,18 @@ def test_bad_input_is_named_at_once(capsys):
     assert "model.weights=random has no files to merge into" in message
     assert merge.main(["model=tiny", f"out={__file__}"]) == 2
     assert f"out={__file__} is a file. Set out to a new folder." in capsys.readouterr().err
+
+
+def test_gguf_is_refused_before_the_merge_where_it_can_not_be_written(adapters, tmp_path: Path, capsys):
+    own = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}"]
+    assert merge.main([*own, "gguf=q8_0,q3", "quantize=nf4", f"llama_cpp={tmp_path}"]) == 2
+    message = capsys.readouterr().err
+    for part in (
+        "gguf=q8_0,q3 has q3, which is not written",
+        f"needs llama.cpp's convert_hf_to_gguf.py, which is not in llama_cpp={tmp_path}",
+        "quantize=nf4 is for safetensors",
+    ):
+        assert part in message
+    assert merge.main([*own, f"llama_cpp={tmp_path}"]) == 2
+    assert "has no effect without gguf=" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()

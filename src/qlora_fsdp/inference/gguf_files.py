@@ -61,8 +61,10 @@ def gguf_problems(types: Sequence[str], writes_adapter: bool, llama_cpp: str | N
     unknown = [name for name in types if name not in allowed]
     if unknown:
         yield Problem(typed, f"has {', '.join(unknown)}, which is not written.", f"Set types of {', '.join(allowed)}.")
-    if importlib.util.find_spec("gguf") is None:
-        yield Problem(typed, "needs the package gguf, which is not installed.", "pip install gguf")
+    missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = f"needs packages of llama.cpp's converter that are not installed: {', '.join(missing)}."
+        yield Problem(typed, reason, f"pip install {' '.join(missing)}")
     if find_converter(ADAPTER_CONVERTER if writes_adapter else MODEL_CONVERTER, llama_cpp) is None:
         name = ADAPTER_CONVERTER if writes_adapter else MODEL_CONVERTER
         where = "on the PATH" if llama_cpp is None else f"in llama_cpp={llama_cpp}"

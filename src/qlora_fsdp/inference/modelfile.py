@@ -53,7 +53,7 @@ class PlainTemplate:
 
     def as_go(self) -> str:
         """The template in Go's language, of `text/template`."""
-        cases = []
+        cases: list[str] = []
         for role, (before, after) in self.around.items():
             word = "if" if not cases else "else if"
             cases.append(f'{{{{ {word} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}')
