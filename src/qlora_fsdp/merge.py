@@ -155,9 +155,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
 
 def _write_gguf(settings: MergeSettings, merged: Merge, data: DataSpec) -> bool:
     """Write the GGUF files that are wanted, and say how they are used. Returns whether any was not there yet."""
-    from qlora_fsdp.inference.gguf_files import gguf_name, write_model
+    from qlora_fsdp.inference.gguf_files import gguf_name, write_gguf_model
     from qlora_fsdp.inference.merge_files import merging_to
-    from qlora_fsdp.inference.modelfile import make_modelfile, stop_texts
+    from qlora_fsdp.inference.modelfile import end_marks, make_modelfile
 
     types = settings.gguf_types
     out = merged.out
@@ -165,11 +165,11 @@ def _write_gguf(settings: MergeSettings, merged: Merge, data: DataSpec) -> bool:
     if not types:
         return False
     with merging_to(out):
-        files = write_model(out, types, settings.llama_cpp)
+        files = write_gguf_model(out, types, settings.llama_cpp)
         smallest = min(files, key=lambda file: file.stat().st_size)
         tokenizer = merged.trained.tokenizer
         arguments = data.settings.template_arguments
-        text = make_modelfile([f"FROM ./{smallest.name}"], tokenizer, arguments, stop_texts(tokenizer))
+        text = make_modelfile([f"FROM ./{smallest.name}"], tokenizer, arguments, end_marks(tokenizer))
         write_atomically(out / MODELFILE, text)
     written = ", ".join(f"{file.name} ({show_bytes(file.stat().st_size)})" for file in files)
     folder = shlex.quote(str(out))
@@ -182,20 +182,20 @@ def _write_gguf(settings: MergeSettings, merged: Merge, data: DataSpec) -> bool:
 
 def _write_adapter_gguf(settings: MergeSettings, config: Config, trained: AssembledModel, processes: Processes) -> None:
     """Write the adapter alone as GGUF files, with a Modelfile that puts it on its base."""
-    from qlora_fsdp.inference.gguf_files import write_adapter
+    from qlora_fsdp.inference.gguf_files import write_gguf_adapter
     from qlora_fsdp.inference.merge_files import merging_to
-    from qlora_fsdp.inference.modelfile import make_modelfile, stop_texts
+    from qlora_fsdp.inference.modelfile import end_marks, make_modelfile
 
     assert settings.adapter is not None and settings.out is not None
     out = Path(settings.out).expanduser()
     with merging_to(out):
-        files = write_adapter(
+        files = write_gguf_adapter(
             trained, Path(settings.adapter).expanduser(), out, settings.gguf_types, settings.llama_cpp
         )
         tokenizer = trained.tokenizer
         lines = [f"FROM {trained.files.folder}", f"ADAPTER ./{files[0].name}"]
         arguments = config.data.template_arguments
-        write_atomically(out / MODELFILE, make_modelfile(lines, tokenizer, arguments, stop_texts(tokenizer)))
+        write_atomically(out / MODELFILE, make_modelfile(lines, tokenizer, arguments, end_marks(tokenizer)))
     folder = shlex.quote(str(out))
     log.info(
         f"GGUF: {', '.join(file.name for file in files)} in {out}, the adapter alone, for GGUF files of its base:\n"

@@ -89,7 +89,7 @@ def gguf_name(kind: str, type_name: str) -> str:
     return f"{kind}-{type_name.upper()}.gguf"
 
 
-def write_model(merged: Path, types: Sequence[str], llama_cpp: str | None) -> list[Path]:
+def write_gguf_model(merged: Path, types: Sequence[str], llama_cpp: str | None) -> list[Path]:
     """Write a merged model's GGUF files into its folder, whole or not at all; those that are there stay.
 
     Args:
@@ -198,7 +198,7 @@ def _packed_type(tensor: Any) -> Any:
     return GGMLQuantizationType.Q8_0 if tensor.name.startswith(ENDS) else GGMLQuantizationType.Q4_0
 
 
-def write_adapter(
+def write_gguf_adapter(
     trained: AssembledModel, adapter: Path, out: Path, types: Sequence[str], llama_cpp: str | None
 ) -> list[Path]:
     """Write an adapter alone as GGUF files, for llama.cpp's --lora.

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import printable_lines
-from qlora_fsdp.data.chats.turns import end_ids_of
+from qlora_fsdp.data.chats.stops import end_ids_of
 
 ROLES = ("system", "user", "assistant")
 MARK = "QXZ{number}ZXQ"  # a message's text: no template has such a word, and none strips it
@@ -196,6 +196,6 @@ def make_modelfile(
     return "\n".join(lines) + "\n"
 
 
-def stop_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def end_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The texts of the tokens at which answers end."""
     return [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(end_ids_of(tokenizer)))]
