@@ -13,7 +13,7 @@ NOT_COMPILED = 'site-packages/(?!(numpy|peft|scipy|sympy|torch|transformers)/)|/
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat demo-preference test test-all test-serving versions pins propose audit lint types format clean
+.PHONY: help setup demo demo-chat demo-preference demo-grpo test test-all test-serving versions pins propose audit lint types format clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -50,6 +50,9 @@ demo-chat: $(STAMP)  ## Fine-tune a real chat model of 135 M parameters on the C
 
 demo-preference: $(STAMP)  ## Teach the same model by DPO which of two summaries is a function's
 	@$(BIN)/python scripts/demo_preference.py
+
+demo-grpo: $(STAMP)  ## Teach the demo's model to sort letters by rewards for its own answers
+	@$(BIN)/python scripts/demo_grpo.py
 
 test: $(STAMP)  ## Run the tests but the slowest (some of them: make test ARGS="-k config"; one file at a time: make test WORKERS=0)
 	@$(PYTEST) -m "not slow" $(ARGS)
