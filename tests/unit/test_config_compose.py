@@ -65,6 +65,12 @@ def test_every_experiment_composes_and_validates(option: str, monkeypatch: pytes
             "data.path=demo/docstrings.jsonl",
             "data.eval_path=demo/docstrings_eval.jsonl",
         ],
+        "demo_grpo": [
+            "data.path=demo/docstrings.jsonl",
+            "data.eval_path=demo/docstrings_eval.jsonl",
+            "lora.start=null",
+            "reward.functions=[exact_match]",
+        ],
     }
     own = [f"run.folder={tmp_path / 'new'}", *needed.get(option, [])]
     check(load_config([f"experiment={option}", *own]), World(num_ranks=2))
