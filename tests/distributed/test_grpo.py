@@ -88,3 +88,14 @@ def test_a_step_without_anything_to_learn_changes_nothing(tmp_path: Path) -> Non
     (written, lines) = train(2, {"masked": more}, tmp_path)["masked"]
     assert all(len(completion.tokens) == 2 for step in written for completion in step)
     assert [line["grad_norm"] for line in lines] == [0.0]
+
+
+def test_rewards_that_are_all_alike_are_told_after_ten_steps(tmp_path: Path) -> None:
+    argv = answer_settings(model_in(tmp_path), tmp_path, "alike", "training.max_steps=11", "reward.weights=null")
+    (tmp_path / "alike.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    argv += [f"reward.functions=[{tmp_path / 'alike.py'}:same]", "rollout.max_completion_length=2"]
+    run_ranks(1, train_and_record, {"alike": argv})
+    told = (tmp_path / "runs" / "alike" / "train.log").read_text()
+    assert told.count("For 10 steps all answers to a prompt have had the same reward") == 1
+    assert "a higher rollout.temperature, or more rollout.num_generations" in told
+    assert all(line["frac_reward_zero_std"] == 1.0 and line["grad_norm"] == 0.0 for line in lines_of(argv))

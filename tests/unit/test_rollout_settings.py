@@ -16,6 +16,7 @@ from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.questions import Questions, prepare_questions, question_of
 from qlora_fsdp.data.tokenizer import byte_tokenizer
+from qlora_fsdp.training.answers.rollouts import describe_shares
 
 BASE = ["task=grpo", "model.path=org/name", "data.path=org/name", "reward.functions=[exact_match]"]
 MISTAKES: dict[str, tuple[list[str], str]] = {
@@ -125,3 +126,10 @@ def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[object], more: list
     spec = spec_of(write_lines(tmp_path / "rows.jsonl", rows), *more)
     with pytest.raises(DataError, match=told):
         prepare_questions(spec, byte_tokenizer(), one_process(), VOCAB)
+
+
+def test_shares_that_are_not_even_are_told() -> None:
+    rollout = load_config([*BASE, "rollout.num_generations=6"]).rollout
+    assert describe_shares(30, 1, rollout) == "30 answers a step (rollout.num_generations=6)"
+    assert describe_shares(30, 3, rollout).endswith("of which each of 3 writes 10")
+    assert describe_shares(30, 4, rollout).endswith("of which each of 4 writes 7 or 8")
