@@ -17,6 +17,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import AUTO, World, describe_slices, round_default
 from qlora_fsdp.data.expected_tokens import EXAMPLE_SOURCE, expect_tokens
+from qlora_fsdp.memory.answer_slots import plan_answer_slots
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.search import MARGIN, Change, Choice, Room, cheapest_changes, choose, use_spare
@@ -245,6 +247,7 @@ def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str]
     tokens_a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
     num_tokens, source = expect_tokens(config.data, config.training, tokens_a_step)
     hours = num_tokens / speed / 3600
+    slots = plan_answer_slots(plan, target)
     slices = describe_slices(work.batch.sequence_length, work.batch.num_slices)
     verdict = "Fits" if choice.fits else "Does not fit"
     model = f"{_name(config.model)} ({show_size(work.parts.num_parameters)} parameters)"
@@ -261,6 +264,7 @@ def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str]
         "",
         host_line(plan),
         loading_line(plan),
+        *([] if slots is None else [slots.describe()]),
         f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
@@ -279,6 +283,7 @@ def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str]
         "num_tokens": num_tokens,
         "num_tokens_from": source,
         "hours": hours,
+        **({} if slots is None else {"answer_slots": asdict(slots)}),
     }
     return lines, figures
 

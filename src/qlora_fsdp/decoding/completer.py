@@ -25,16 +25,12 @@ from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.memory.workload import LENGTH_STEP
+from qlora_fsdp.memory.workload import CACHE_SHARE, GPU_SLOTS, LENGTH_STEP
 from qlora_fsdp.sharding.by_rows import ByRows
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
 SHARED_PROMPT_TOKENS = 4096  # the same where ranks send one another the results of all layers
-# Texts that run at the same time where nothing is said of it, if there is memory for them. 256 texts of an 8B model are
-# written half as fast again as 64 on a GPU; on a CPU more of them gain nothing.
-GPU_SLOTS = 256
-CPU_SLOTS = 64
-CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
+CPU_SLOTS = 64  # texts that run at the same time where nothing is said of it; more of them gain nothing on a CPU
 
 
 @dataclass
