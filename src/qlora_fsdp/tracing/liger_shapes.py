@@ -71,7 +71,9 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
         kernels: the settings of `kernels` for which Liger's are used.
     """
     for module in model.modules():
-        if "rms_norm" in kernels and is_rms_norm(module):
+        # Gemma 4's norms without a weight stay transformers' code: Liger's class computes them by torch, too.
+        has_weight = getattr(module, "weight", None) is not None
+        if "rms_norm" in kernels and is_rms_norm(module) and has_weight:
             module.forward = partial(_normalize, module)
         elif "glu" in kernels and (gated := find_gated(module)) is not None:
             module.forward = partial(_gated_mlp, module, gated.names)
@@ -90,7 +92,7 @@ def shapes_of_functions(model: nn.Module, kernels: Collection[str]) -> Iterator[
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
-    return _Norm.apply(x.contiguous(), getattr(norm, "weight", None))  # type: ignore[no-any-return,no-untyped-call]
+    return _Norm.apply(x.contiguous(), norm.weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Norm(torch.autograd.Function):
@@ -100,7 +102,7 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32), weight)
         return x.clone()
 
