@@ -80,7 +80,12 @@ def main() -> None:
     needed = {name: planned.get(name) for name in ("needed_gib", "micro_batch_size", "activations", "rollouts")}
     print(f"planned  {json.dumps({**needed, **planned.get('tensors_gib', {})})}")
     print(f"measured {json.dumps(memory['measured'])}")
-    found = {"device": device_name(), "torch": torch.__version__, "command": sys.argv[1:], "steps": steps}
+    found: dict[str, Any] = {
+        "device": device_name(),
+        "torch": torch.__version__,
+        "command": sys.argv[1:],
+        "steps": steps,
+    }
     found |= {"kernels": kernels, "memory": memory, "setup_seconds": summary["setup_seconds"]}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 

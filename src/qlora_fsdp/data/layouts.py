@@ -13,7 +13,7 @@ from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.columns import COMMON_NAMES, REQUIRED_KEYS, form_columns, rename
-from qlora_fsdp.data.row import WRONG_KEYS, WRONG_LABEL, BadRow, read_json
+from qlora_fsdp.data.row import WRONG_KEYS, WRONG_LABEL, BadRow, parse_json_text
 from qlora_fsdp.data.turn_shapes import (
     as_function,
     find_objects,
@@ -81,14 +81,14 @@ def read_layout(found: Row, data_format: DataFormat, columns: Mapping[str, str])
     for key in TURNS:
         value = row.get(key)
         if isinstance(value, str) and value.lstrip().startswith("["):
-            value = read_json(f"{key} is text", value)
+            value = parse_json_text(f"{key} is text", value)
         if isinstance(value, list):
             row = {**row, key: read_texts(read_turns(value))}
     for key in REQUIRED_KEYS[DataFormat.prompt_completion]:
         if isinstance(row.get(key), list):
             row = {**row, key: read_turns(row[key])}
     if row.get("tools"):
-        row = {**row, "tools": read_tools(read_json("tools is text", row["tools"]))}
+        row = {**row, "tools": read_tools(parse_json_text("tools is text", row["tools"]))}
     if data_format in (DataFormat.auto, DataFormat.prompt_completion) and _asks_for_chat(row, columns):
         return _make_chat(row), DataFormat.messages
     return row, data_format
@@ -189,7 +189,7 @@ ASKED = (
 
 def _has_calls(row: Row) -> bool:
     try:
-        calls = read_json("answers is text", row["answers"])
+        calls = parse_json_text("answers is text", row["answers"])
     except BadRow:
         return False
     return isinstance(row["query"], str) and isinstance(calls, list) and all(map(_is_call, calls))
@@ -200,8 +200,8 @@ def _is_call(value: Any) -> bool:
 
 
 def _read_calls(row: Row) -> Row:
-    calls = [{"type": "function", "function": call} for call in read_json("answers is text", row["answers"])]
-    tools = read_json("tools is text", row["tools"])
+    calls = [{"type": "function", "function": call} for call in parse_json_text("answers is text", row["answers"])]
+    tools = parse_json_text("tools is text", row["tools"])
     if isinstance(tools, list):
         tools = [as_function(tool) for tool in tools]
     messages = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": "", "tool_calls": calls}]

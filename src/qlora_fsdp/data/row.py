@@ -55,7 +55,7 @@ class BadRow(Exception):
         self.detail = detail
 
 
-def read_json(about: str, value: Any) -> Any:
+def parse_json_text(about: str, value: Any) -> Any:
     """What a value says that a column has as JSON text, as tables of texts do; a value that is no text, as it is.
 
     Blank text is None.
@@ -171,7 +171,7 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
     """ShareGPT's calls of tools, a JSON object or a list of objects, in the form that messages have."""
-    found = read_json(f"turn {number} is a function_call", value)
+    found = parse_json_text(f"turn {number} is a function_call", value)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadRow(WRONG_TYPES, f"turn {number} is a function_call without a name")
@@ -275,7 +275,7 @@ def _join_parts(content: Any) -> Any:
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     """The tools of a conversation: a list of JSON schemas. Data sets with fixed columns have the list as text."""
-    tools = read_json("tools is text", tools)
+    tools = parse_json_text("tools is text", tools)
     if not tools:
         return None
     if not isinstance(tools, list):

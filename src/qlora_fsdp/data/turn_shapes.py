@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.data.columns import COMMON_NAMES
-from qlora_fsdp.data.row import read_json
+from qlora_fsdp.data.row import parse_json_text
 
 Message = dict[str, Any]
 
@@ -112,7 +112,7 @@ def _read_call(said: str) -> Message:
     if quoted is not None:
         function: Any = {"name": quoted[1], "arguments": quoted[2]}
     else:
-        function = read_json(f"what stands after {_CALL} is text", call)
+        function = parse_json_text(f"what stands after {_CALL} is text", call)
     return {"role": "assistant", "content": words.strip(), "tool_calls": [{"type": "function", "function": function}]}
 
 
