@@ -103,6 +103,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
         from qlora_fsdp.inference.export_adapter import export_adapter
+        from qlora_fsdp.inference.gguf_files import check_code
         from qlora_fsdp.inference.merge_files import merge_files, merging_to
         from qlora_fsdp.inference.merge_weights import Merge
         from qlora_fsdp.inference.trained import assemble_trained
@@ -117,6 +118,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.write == "adapter":
         trained = assemble_trained(config, settings, processes)
         if settings.gguf_types:
+            assert trained.files.folder is not None
+            check_code(trained.files.folder, adapter, config.model.trust_remote_code)
             _write_adapter_gguf(settings, config, trained, processes)
             return
         with merging_to(out):
@@ -132,6 +135,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         cast(Any, settings.quantize),  # `_check` has refused anything else
         processes.device,
     )
+    if settings.gguf_types:
+        assert merged.trained.files.folder is not None
+        check_code(merged.trained.files.folder, adapter, config.model.trust_remote_code)
     merge_files(merged)
     if merged.rounds_codes:
         log.info(
@@ -146,14 +152,14 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
-    are_new = _write_gguf(settings, merged, DataSpec.of(config))
+    are_new = _write_gguf(settings, config, merged)
     if is_there and not are_new and (out / REPORT_FILE).is_file() and settings.report_data is None:
         log.info(f"Its report is in {out / REPORT_FILE}.")
         return
     _report(settings, config, merged, processes)
 
 
-def _write_gguf(settings: MergeSettings, merged: Merge, data: DataSpec) -> bool:
+def _write_gguf(settings: MergeSettings, config: Config, merged: Merge) -> bool:
     """Write the GGUF files that are wanted, and say how they are used. Returns whether any was not there yet."""
     from qlora_fsdp.inference.gguf_files import gguf_name, write_gguf_model
     from qlora_fsdp.inference.merge_files import merging_to
@@ -165,10 +171,10 @@ def _write_gguf(settings: MergeSettings, merged: Merge, data: DataSpec) -> bool:
     if not types:
         return False
     with merging_to(out):
-        files = write_gguf_model(out, types, settings.llama_cpp)
+        files = write_gguf_model(out, types, settings.llama_cpp, config.model.trust_remote_code)
         smallest = min(files, key=lambda file: file.stat().st_size)
         tokenizer = merged.trained.tokenizer
-        arguments = data.settings.template_arguments
+        arguments = config.data.template_arguments
         text = make_modelfile([f"FROM ./{smallest.name}"], tokenizer, arguments, end_marks(tokenizer))
         write_atomically(out / MODELFILE, text)
     written = ", ".join(f"{file.name} ({show_bytes(file.stat().st_size)})" for file in files)

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from qlora_fsdp import generate, merge
 from qlora_fsdp.common import module_names
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.data.tokenizer import byte_tokenizer
+from qlora_fsdp.inference import gguf_files
 from tests.helpers.checkpoints import make_checkpoint
 
 SECRET = "hf_this_is_a_secret"
@@ -146,6 +148,68 @@ def test_a_merge_copies_nothing_that_links_lead_to(adapter: Adapter, secret: Pat
     assert merge.main([f"adapter={adapter.folder}", f"out={tmp_path / 'merged'}"]) == 2
     assert f"{name} leads to a file outside the" in adapter.capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.fixture
+def converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """llama.cpp's folder, whose converters leave `converted` behind."""
+    monkeypatch.setattr(gguf_files, "gguf_problems", lambda *about: [])  # of packages that may not be installed
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    for name in (gguf_files.MODEL_CONVERTER, gguf_files.ADAPTER_CONVERTER):
+        (folder / name).write_text(
+            "import sys\nfrom pathlib import Path\n"
+            f"Path({str(tmp_path / 'converted')!r}).touch()\n"
+            "Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text('GGUF')\n"
+        )
+    return folder
+
+
+@pytest.mark.parametrize("write", ["model", "adapter"])
+@pytest.mark.parametrize(
+    ("place", "name", "values"),
+    [
+        ("base", "config.json", {"auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}}),
+        ("base", "tokenizer_config.json", {"auto_map": ["evil.X", "evil.X"]}),
+        ("base", "tokenizer_config.json", {"inner": [{"auto_map": {}}]}),
+        ("adapter", "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}}),
+    ],
+)
+def test_a_converter_runs_no_code_of_a_model(
+    adapter: Adapter, converters: Path, tmp_path: Path, write: str, place: str, name: str, values: dict[str, Any]
+) -> None:
+    """llama.cpp's own says trust_remote_code=True to transformers; files of the hub are named by auto_map too."""
+    if place == "adapter":
+        byte_tokenizer().save_pretrained(adapter.folder)
+    file = (adapter.folder if place == "adapter" else adapter.base) / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    typed = [f"adapter={adapter.folder}", f"out={tmp_path / 'merged'}", f"write={write}", "gguf=q8_0"]
+    assert merge.main([*typed, f"llama_cpp={converters}"]) == 2
+    message = adapter.capsys.readouterr().err
+    assert f"{file} names code that comes with it (auto_map)" in message
+    assert "model.trust_remote_code=true" in message and "leave gguf out" in message
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "converted").exists()
+
+
+def test_a_converter_runs_code_of_a_base_that_is_trusted(adapter: Adapter, converters: Path, tmp_path: Path) -> None:
+    (adapter.base / "tokenizer_config.json").write_text('{"auto_map": {}}')
+    with pytest.raises(CheckpointError, match="auto_map"):
+        gguf_files.write_gguf_model(adapter.base, ["q8_0"], str(converters), trusts_code=False)
+    assert not (tmp_path / "converted").exists()
+    gguf_files.check_code(adapter.base, adapter.folder, trusts_code=True)
+    gguf_files.write_gguf_model(adapter.base, ["q8_0"], str(converters), trusts_code=True)
+    assert (tmp_path / "converted").exists()
+    adapter.write_json("tokenizer_config.json", {"auto_map": {}})
+    with pytest.raises(CheckpointError, match="for the base model alone"):
+        gguf_files.check_code(adapter.base, adapter.folder, trusts_code=True)
+
+
+def test_code_of_an_adapter_does_not_get_into_a_merged_model(adapter: Adapter, tmp_path: Path) -> None:
+    """Where it would take the place of the base's own, which may be trusted."""
+    for folder, text in ((adapter.base, "# of the base"), (adapter.folder, "# of the adapter")):
+        (folder / "tokenization_my.py").write_text(text)
+    assert merge.main([f"adapter={adapter.folder}", f"out={tmp_path / 'merged'}", "report=false"]) == 0
+    assert (tmp_path / "merged" / "tokenization_my.py").read_text() == "# of the base"
 
 
 @pytest.mark.parametrize("name", ["qlora_fsdp.yaml", "chat_template.jinja"])

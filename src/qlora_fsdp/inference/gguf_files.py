@@ -29,6 +29,8 @@ from safetensors.torch import save_file
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, Problem
 from qlora_fsdp.common.files import replacing
+from qlora_fsdp.common.foreign_files import read_json_object
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import printable_lines
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX
 from qlora_fsdp.inference.merge_weights import ParameterChange, find_parameter_changes
@@ -42,6 +44,7 @@ MODEL_TYPES = (*OF_CONVERTER, "q4_0")
 GGUF_BLOCK = 32  # weights that share a scale in Q4_0 and Q8_0
 ENDS = ("token_embd", "output")  # embeddings and head in GGUF
 SHOWN_LINES = 8  # of what the converter said, where it fails
+NAMING_CODE = ("config.json", "tokenizer_config.json")  # files by which transformers finds code of a model's own
 
 
 def gguf_problems(types: Sequence[str], writes_adapter: bool, llama_cpp: str | None) -> Iterator[Problem]:
@@ -84,22 +87,81 @@ def find_converter(name: str, llama_cpp: str | None) -> Path | None:
     return None if found is None else Path(found).resolve()
 
 
+def check_code(base: Path, adapter: Path, trusts_code: bool) -> None:
+    """Refuse files that name code of their own: llama.cpp's converter lets transformers run it without a question.
+
+    Args:
+        base: folder of the base model.
+        adapter: folder of the adapter, whose tokenizer goes into the merged model.
+        trusts_code: whether the base's own code may run; an adapter's may not in any case.
+
+    Raises:
+        CheckpointError: a file names code, or can't be read.
+    """
+    if not trusts_code:
+        check_base_code(base)
+    fix = "Remove auto_map from it, or leave gguf out; model.trust_remote_code=true is for the base model alone."
+    _check_code(adapter, fix)
+
+
+def check_base_code(folder: Path) -> None:
+    """Refuse a base, or a model made of it, that names code of its own, which nobody has allowed.
+
+    Raises:
+        CheckpointError: a file names code, or can't be read.
+    """
+    _check_code(folder, "If you trust that code, set model.trust_remote_code=true; else leave gguf out.")
+
+
+def _check_code(folder: Path, fix: str) -> None:
+    for name in NAMING_CODE:
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            names_code = _has_auto_map(read_json_object(file, MAX_CONFIG_BYTES))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"gguf can't be written: {file} can't be read: {error}. Leave gguf out.") from error
+        if names_code:
+            raise CheckpointError(
+                f"gguf can't be written: {file} names code that comes with it (auto_map), and llama.cpp's converter "
+                f"would run that. {fix}"
+            )
+
+
+def _has_auto_map(values: Any) -> bool:
+    """Whether something in a JSON file has the name by which transformers finds code."""
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if "auto_map" in value:
+                return True
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return False
+
+
 def gguf_name(kind: str, type_name: str) -> str:
     """The name of a GGUF file, such as `model-Q8_0.gguf`."""
     return f"{kind}-{type_name.upper()}.gguf"
 
 
-def write_gguf_model(merged: Path, types: Sequence[str], llama_cpp: str | None) -> list[Path]:
+def write_gguf_model(merged: Path, types: Sequence[str], llama_cpp: str | None, trusts_code: bool) -> list[Path]:
     """Write a merged model's GGUF files into its folder, whole or not at all; those that are there stay.
 
     Args:
         merged: the folder of the model, in safetensors that are not quantized.
         types: of the files, of `MODEL_TYPES`.
         llama_cpp: folder of the converter; None: it is on the PATH.
+        trusts_code: whether code that comes with the model may run, as it does in the converter.
 
     Raises:
-        CheckpointError: the converter failed; with its last lines.
+        CheckpointError: the model has such code, and it may not run; or the converter failed, with its last lines.
     """
+    if not trusts_code:
+        check_base_code(merged)
     converter = find_converter(MODEL_CONVERTER, llama_cpp)
     assert converter is not None
     files = [merged / gguf_name("model", name) for name in types]

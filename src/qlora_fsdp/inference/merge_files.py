@@ -238,7 +238,10 @@ def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool) -> Non
         if file.is_file() and is_small and file.name != "config.json":
             _copy(file, merge.out / file.name)
     for file in sorted(merge.adapter.iterdir()):
-        if (file.is_file() and "token" in file.name) or file.suffix == ".jinja":
+        is_of_tokenizer = file.is_file() and "token" in file.name
+        if file.suffix == ".py":  # code that is run is the base's alone
+            continue
+        if is_of_tokenizer or file.suffix == ".jinja":
             _copy(file, merge.out / file.name)
     named = merge.adapter if (merge.adapter / "tokenizer_config.json").is_file() else folder
     for name in named_templates(named):
