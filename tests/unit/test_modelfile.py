@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from qlora_fsdp.data.chats import template as chat_template
 from qlora_fsdp.inference.modelfile import find_template, make_modelfile
 
 CHATML = (
@@ -42,6 +43,27 @@ def test_templates_that_do_more_are_left_to_ollama(template: str):
     assert find_template(tokenizer(template), {}) is None
     text = make_modelfile(["FROM ./model.gguf"], tokenizer(template), {}, [])
     assert "TEMPLATE" not in text and "not translated" in text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("<|im_start|>", "\x1b[1m"),
+        CHATML.replace("<|im_start|>", "\t"),
+        CHATML.replace("{{ m.content }}", "{{ '{' + m.content }}"),
+        CHATML.replace("Be kind.", '"Be kind."'),
+    ],
+)
+def test_words_that_a_modelfile_would_change_are_not_written(template: str):
+    assert find_template(tokenizer(template), {}) is None
+
+
+@pytest.mark.parametrize("loop", ["{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "{{ 1 // 0 }}"])
+def test_a_template_beyond_the_limits_is_left_alone(loop: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+    monkeypatch.setattr(chat_template, "RENDER_BYTES", 2**30)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 100_000)
+    assert find_template(tokenizer(CHATML + loop), {}) is None
 
 
 def test_models_without_a_template_get_none():

@@ -16,8 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.contained import TryError
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.text import printable_lines
 from qlora_fsdp.data.chats.stops import end_ids_of
+from qlora_fsdp.data.chats.template import render_contained, render_text
 
 ROLES = ("system", "user", "assistant")
 MARK = "QXZ{number}ZXQ"  # a message's text: no template has such a word, and none strips it
@@ -69,24 +72,41 @@ def find_template(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, An
         tokenizer: of the model.
         arguments: that the template was given in training.
     """
-    template = json.dumps(tokenizer.chat_template)
-    if tokenizer.chat_template is None or "strftime_now" in template:  # today's date would be in it for good
+    if tokenizer.chat_template is None:
         return None
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:  # it has several with names, and none for every conversation
+        return None
+    if "strftime_now" in template:  # today's date would be in it for good
+        return None
+    variables = {**tokenizer.special_tokens_map, **arguments}
     begins_by_itself = tokenizer.bos_token is not None and tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id]
 
     def render(messages: Sequence[Message], asks: bool = True) -> str:
+        """The text of a conversation; a template that refuses one or goes beyond the limits of others' raises."""
         given = [dict(message) for message in messages]
-        text = str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=asks, **arguments))
-        return text.removeprefix(str(tokenizer.bos_token)) if begins_by_itself else text
+        text, _, refusal = render_contained(render_text, template, given, None, variables, asks, False)
+        if refusal is not None:
+            raise DataError(f"The chat template refuses a conversation: {refusal}")
+        return str(text).removeprefix(str(tokenizer.bos_token)) if begins_by_itself else text
 
     try:
         found = _find_words(render)
         if found is None or any(found.render(each) != render(each) for each in _conversations()):
             return None
-    except Exception:  # a template is a program, and its sandbox lets any error through
+    except (DataError, TryError):
         return None
-    is_plain = not any("{{" in text or '"""' in text for text in _texts_of(found))
-    return found if is_plain else None
+    return found if all(_is_plain(text) for text in _texts_of(found)) else None
+
+
+def _is_plain(text: str) -> bool:
+    """Whether words of a template can be written into a Modelfile as they are."""
+    if "{{" in text or '"""' in text:
+        return False
+    if text.startswith('"') or text.endswith(('"', "{")):  # which would join the marks of the language beside it
+        return False
+    return printable_lines(text) == text
 
 
 def _find_words(render: Any) -> PlainTemplate | None:
@@ -184,9 +204,9 @@ def make_modelfile(
     lines = list(source)
     found = find_template(tokenizer, arguments)
     if found is not None:
-        lines.append(f'TEMPLATE """{printable_lines(found.as_go())}"""')
+        lines.append(f'TEMPLATE """{found.as_go()}"""')
         if found.system:
-            lines.append(f'SYSTEM """{printable_lines(found.system)}"""')
+            lines.append(f'SYSTEM """{found.system}"""')
     elif tokenizer.chat_template is not None:
         lines += [
             "# The chat template does more than to put words around messages, which is not translated into Ollama's",
