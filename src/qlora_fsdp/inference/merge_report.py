@@ -45,6 +45,9 @@ LoadForm = Callable[[torch.dtype, torch.device], nn.Module]
 # Of 16 bits, what a base takes by whether it is in 4 and in 8 bits, with what stays in 16
 FORMAT_SHARES = {(True, False): 0.4, (False, True): 0.6, (False, False): 1.0}
 SPARE = 1.1  # of the memory of a model, for what computing takes
+# The types of GGUF files that round less than another
+FINER_GGUF = {"q4_0": ("q8_0", "f16"), "q8_0": ("f16", "bf16"), "f16": ("f32",), "bf16": ("f32",), "f32": ()}
+NO_ROOM = "What it learned is finer than this precision holds: serve the adapter beside its base instead."
 NAMES = {"base": "base without the adapter", "trained": "adapter as trained"}
 
 
@@ -279,7 +282,9 @@ def _divergences(trained: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     for old, new in zip(trained, other, strict=True):
         width = min(old.shape[-1], new.shape[-1])
         pair = (new[:, :width].double(), old[:, :width].double())
-        found.append(F.kl_div(*pair, log_target=True, reduction="none").sum(-1))
+        terms = F.kl_div(*pair, log_target=True, reduction="none")
+        is_impossible = pair[1] == -math.inf  # in the trained model: 0 times infinity, which is 0 here, would be NaN
+        found.append(terms.masked_fill(is_impossible, 0).sum(-1))
     return torch.cat(found)
 
 
@@ -303,23 +308,53 @@ def advise(name: str, figures: ModelFigures, base: str, format: str | None, trai
     """A warning with what to do, where a merge keeps too little of the gain; None where it keeps enough.
 
     Args:
-        name: of the form that was written.
+        name: of the form that was written: merged, or a GGUF file's.
         figures: of it.
         base: as the setting says, full or dequantized.
-        format: in which the form has its weights; None for the precision of the base's files.
+        format: in which safetensors have their weights; None for the precision of the base's files.
         trained_format: that the adapter was trained on; None for none.
     """
     if figures.kept is None or figures.kept >= ENOUGH:
         return None
-    if trained_format is None:
-        fix = "The precision of the base's files has what was trained: leave quantize out."
-    elif format == trained_format and base == "full":
-        fix = f"Try base=dequantized quantize={format}, which merges into the very weights that were trained on."
-    elif format == trained_format:
-        fix = "Try base=full, whose rounding comes out otherwise, or leave quantize out."
+    if name.endswith(".gguf"):
+        fix = _advise_gguf(name, base, trained_format)
     else:
-        exact = "base=dequantized" if format is None else "base=dequantized, and leave quantize out"
-        fix = f"Set {exact}: that gives what was trained, in the precision of the base's files."
-        if trained_format in ("nf4", "fp4"):
-            fix += f" Or set quantize={trained_format}, the format that it was trained on."
+        fix = _advise_merged(base, format, trained_format)
     return f"{name} keeps {figures.kept:.1%} of what the adapter gains over its base. {fix}"
+
+
+def _advise_merged(base: str, format: str | None, trained_format: str | None) -> str:
+    """What to set instead, of safetensors that keep too little; the arguments are those of `advise`."""
+    if trained_format is None and format is None:
+        return NO_ROOM
+    if trained_format is None:
+        return "The precision of the base's files has what was trained: leave quantize out."
+    if format == trained_format and base == "full":
+        return f"Try base=dequantized quantize={format}, which merges into the very weights that were trained on."
+    if format == trained_format:
+        return "Try base=full, whose rounding comes out otherwise, or leave quantize out."
+    changes = []
+    if base == "full":
+        changes.append("set base=dequantized")
+    if format is not None:
+        changes.append("leave quantize out")
+    if not changes:
+        return NO_ROOM
+    what = " and ".join(changes)
+    fix = f"{what[0].upper()}{what[1:]}: that gives what was trained, in the precision of the base's files."
+    if trained_format in ("nf4", "fp4"):
+        fix += f" Or set quantize={trained_format}, the format that it was trained on, without gguf."
+    return fix
+
+
+def _advise_gguf(name: str, base: str, trained_format: str | None) -> str:
+    """What to use instead of a GGUF file that keeps too little; the arguments are those of `advise`."""
+    type_name = name.removesuffix(".gguf").rpartition("-")[2].lower()
+    finer = FINER_GGUF[type_name]
+    fixes = []
+    if finer:
+        others = " or ".join(f"gguf={each}" for each in finer)
+        fixes.append(f"Use a file of {others} instead, which rounds less.")
+    if base == "full" and trained_format is not None:
+        fixes.append("base=dequantized merges onto the weights that the adapter was trained on.")
+    return " ".join(fixes or [NO_ROOM])
