@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import DataError, Problem, refuse
+from qlora_fsdp.common.errors import DataError, Interrupted, Problem, UserError, refuse
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
@@ -74,6 +74,7 @@ examples:
 
 REPORT_FILE = "merge_report.json"
 CARD_FILE = "README.md"
+FAILED = "the comparison failed, as the log of the merge says."  # the card, which may be published, quotes no paths
 MODELFILE = "Modelfile"
 
 
@@ -217,14 +218,25 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
     from qlora_fsdp.inference.merged_card import make_merged_card
     from qlora_fsdp.model.adapters.model_card import auto_class_of
 
-    found = _compare(settings, config, merged, processes)
+    found: MergeReport | str
+    try:
+        found = _compare(settings, config, merged, processes)
+    except Exception as error:
+        reason = _explain_failure(error)
+        if reason is None:
+            raise
+        log.warning(f"Warning: the merge is done, but there is no report: {reason}")
+        found = FAILED
+    if isinstance(found, str) and (merged.out / REPORT_FILE).is_file():
+        log.info(f"{CARD_FILE} and {REPORT_FILE} in {merged.out} stay as an earlier comparison wrote them.")
+        return
     if not isinstance(found, str):
         log.info(describe_report(found))
         for name, figures in found.written.items():
             warning = advise(name, figures, settings.base, settings.quantize, _format_of(config.quant))
             if warning is not None:
                 log.warning(f"Warning: {warning}")
-    elif settings.report:
+    elif settings.report and found != FAILED:
         log.info(f"Note: no report of what the result keeps: {found}")
     base = config.model.path or config.model.name
     onto = "the base's own weights"
@@ -239,6 +251,19 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
         write_atomically(merged.out / CARD_FILE, make_merged_card(base, format, onto, auto_class, found))
     if not isinstance(found, str):
         print_result(json.dumps(about | found.as_json()))
+
+
+def _explain_failure(error: Exception) -> str | None:
+    """Why a finished merge could not be compared, by an error of the comparison; None for a bug."""
+    from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
+
+    if isinstance(error, Interrupted):
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if is_shortage(error):
+        return f"{quote_shortage(error)}."
+    return None
 
 
 def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> MergeReport | str:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge
 from qlora_fsdp.common import files
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.reading.commands import read_report_digest
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.data.report_rows import ReportRows, read_report_rows
@@ -188,6 +189,8 @@ def test_every_merge_reports_on_rows_that_its_run_has_kept(adapters, bases, tmp_
     assert f"{expected['merged']:.4f}" in card and "base without the adapter" in card
     assert "of the gain" in captured.err
 
+    assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'merged'}", "report=false"]) == 0
+    assert (tmp_path / "merged" / "README.md").read_text() == card
     assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'again'}", "report=false"]) == 0
     assert not (tmp_path / "again" / "merge_report.json").exists()
     assert "report=false" in (tmp_path / "again" / "README.md").read_text()
@@ -202,6 +205,24 @@ def test_rows_of_another_run_are_not_taken(adapters, tmp_path: Path, capsys):
     captured = capsys.readouterr()
     assert "no report of what the result keeps" in captured.err and "report_data=FILE" in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DataError("The rows are gone."), "The rows are gone."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "is out of memory"),
+    ],
+)
+def test_a_merge_is_done_whatever_its_report(adapters, tmp_path: Path, capsys, monkeypatch, error, reason: str):
+    def fail(*about: object) -> None:
+        raise error
+
+    monkeypatch.setattr(merge_report, "make_report", fail)
+    assert merge.main([f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}"]) == 0
+    assert reason in capsys.readouterr().err
+    assert "Not measured: the comparison failed" in (tmp_path / "merged" / "README.md").read_text()
+    assert not (tmp_path / "merged" / "merge_report.json").exists()
 
 
 def test_a_merge_that_loses_what_was_learned_says_so(adapters, tmp_path: Path, capsys, monkeypatch):
