@@ -272,6 +272,7 @@ def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: 
     from qlora_fsdp.inference.merge_report import (
         find_kept_rows,
         find_shortage,
+        gguf_bytes,
         load_stock,
         make_report,
         read_rows_of_file,
@@ -307,11 +308,13 @@ def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: 
         return lambda dtype, device: load_stock(merged.out, dtype, device, False, gguf_file=file.name)
 
     forms: dict[str, LoadForm] = {"merged": load_merged}
+    host_bytes: dict[str, int] = {}
     for name in settings.gguf_types:
         file = merged.out / gguf_name("model", name)
         forms[file.name] = load_gguf(file)
+        host_bytes[file.name] = gguf_bytes(merged.trained, processes.device)
     chosen = replace(rows, rows=rows.rows[: settings.report_rows])
-    return make_report(load_as_trained, chosen, what, forms, processes.device)
+    return make_report(load_as_trained, chosen, what, forms, processes.device, host_bytes)
 
 
 def _format_of(quant: QuantConfig) -> str | None:

@@ -1,12 +1,20 @@
-"""What a merge's report says of its figures: divergences of impossible tokens, and what to do where little is kept."""
+"""A merge's report: divergences of impossible tokens, what to do where little is kept, and forms without memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from qlora_fsdp.data.report_rows import ReportRows
+from qlora_fsdp.inference import merge_report
 from qlora_fsdp.inference.merge_report import ENOUGH, ModelFigures, _divergences, advise
 
 POOR = ModelFigures(loss=1.0, kept=ENOUGH - 0.1, kl_mean=0.1, kl_max=1.0)
@@ -44,3 +52,37 @@ def test_nothing_is_advised_that_is_set(base: str, format: str | None, trained_f
     if format is None:
         assert "leave quantize out" not in fix
     assert advise("merged", ModelFigures(1.0, ENOUGH, 0.0, 0.0), base, format, trained_format) is None
+
+
+class Tiny(nn.Module):
+    """Predicts the next token by the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table(input_ids))
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        yield
+
+
+def test_a_form_that_the_hosts_memory_has_no_room_for_is_not_loaded(monkeypatch: pytest.MonkeyPatch):
+    tiny = Tiny()
+    trained: Any = SimpleNamespace(model=SimpleNamespace(model=tiny), dtype=torch.float32)
+    row = (np.arange(5), np.ones(5, dtype=bool))
+    rows = ReportRows([row], are_held_out=False)
+    loaded = []
+
+    def load(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        loaded.append(dtype)
+        return tiny
+
+    monkeypatch.setattr(merge_report, "available_bytes", lambda: 1000)
+    forms = {"merged": load, "small.gguf": load, "large.gguf": load}
+    needed = {"small.gguf": 1000 - 4 * 8 * 4, "large.gguf": 1000 - 4 * 8 * 4 + 1}
+    report = merge_report.make_report(lambda: trained, rows, "rows", forms, torch.device("cpu"), needed)
+    assert set(report.written) == {"merged", "small.gguf"} and len(loaded) == 2
+    assert set(report.failed) == {"large.gguf"} and "of host memory would be needed" in report.failed["large.gguf"]

@@ -171,12 +171,25 @@ def find_shortage(merged: AssembledModel, out: Path, quant: QuantConfig, device:
     )
 
 
+def gguf_bytes(merged: AssembledModel, device: torch.device) -> int:
+    """Host memory that transformers takes to load a GGUF file: all its weights at once, beside those of the model.
+
+    Args:
+        merged: base and adapter on meta.
+        device: where the model computes.
+    """
+    num_weights = sum(math.prod(tensor.shape) for tensor in merged.files.tensors.values())
+    num_copies = 2 if device.type == "cpu" else 1
+    return num_weights * merged.dtype.itemsize * num_copies
+
+
 def make_report(
     load_trained: Callable[[], AssembledModel],
     rows: ReportRows,
     what: str,
     forms: Mapping[str, LoadForm],
     device: torch.device,
+    host_bytes: Mapping[str, int],
 ) -> MergeReport:
     """Load the models one after the other and compare their predictions.
 
@@ -186,6 +199,7 @@ def make_report(
         what: the rows are.
         forms: what was written, by its name: each loads it by stock libraries, in this dtype and on this device.
         device: where the models compute.
+        host_bytes: what loading takes of the host's memory, for forms that are left out where that is short.
     """
     started = time.perf_counter()
     assembled = load_trained()
@@ -210,7 +224,16 @@ def make_report(
     del assembled, wrapped, as_base
     _free()
     failed = {}
+    of_predictions = sum(each.nbytes for each in as_trained)
     for name, load in forms.items():
+        if name in host_bytes:
+            needed = host_bytes[name] + of_predictions
+            free = available_bytes()
+            if needed > free:
+                failed[name] = (
+                    f"{show_bytes(needed)} of host memory would be needed for it, and {show_bytes(free)} are free"
+                )
+                continue
         try:
             model = load(dtype, device).eval()
             models[name] = compare(_predict(model, done, device))
