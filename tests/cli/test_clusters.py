@@ -312,8 +312,9 @@ def test_a_job_that_is_there_is_not_submitted_again(tmp_path: Path) -> None:
     """`kubectl apply` would change nothing of it, and say so with success; its key would change while it runs."""
     stand_in = write_stand_in(tmp_path / "bin", "kubectl")
     told = 'Error from server (AlreadyExists): jobs.batch "qlora-run" already exists'
-    (stand_in / "kubectl").write_text(f"#!/bin/sh\necho '{told}' >&2\nexit 1\n")
+    (stand_in / "kubectl").write_text(f"#!/bin/sh\necho secret/qlora-run-key created\necho '{told}' >&2\nexit 1\n")
     done = submit(tmp_path, stand_in, *KUBERNETES, SHARED)
+    assert "It has also said: secret/qlora-run-key created." in done.stderr
     assert done.returncode == 2 and "Kubernetes has qlora-run already, running or finished" in done.stderr
     assert "kubectl delete jobs,services,secrets -l 'app.kubernetes.io/instance in (qlora-run)'" in done.stderr
 

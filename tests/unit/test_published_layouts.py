@@ -20,6 +20,7 @@ from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, TaskConfig
 from qlora_fsdp.data.labels import LabelledRowTokenizer
+from qlora_fsdp.data.layouts import read_layout
 from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.read_answers import read_answers
@@ -512,3 +513,10 @@ def test_the_command_itself_shows_the_row(name: str, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "1 row read, 1 used" in done.stdout
     assert all(word in done.stdout for turn in expected for word in words_of(turn[1:]) if "{" not in word)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"text": "a"}])
+def test_a_column_of_tools_that_are_words_belongs_to_no_conversation(row: dict[str, str]) -> None:
+    """Only a conversation has tools, and there such a text is refused."""
+    words = {"tools": "hammer, saw"}
+    assert read_layout({**row, **words}, DataFormat.auto, {})[0] == {**row, **words}

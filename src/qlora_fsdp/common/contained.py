@@ -184,10 +184,10 @@ class _Contained:
         except (EOFError, ConnectionError):
             raise LimitError(self._explain_end(seconds)) from None
         except BaseException:  # also of signals: what the process is at is of no use any more
-            close()
+            _end_started()
             raise
         if kind == "memory" or (was_long and self._num_bytes() > self._first_bytes + SPARE_BYTES):
-            close()
+            _end_started()
         if kind == "memory":
             raise LimitError(_describe_bytes(num_bytes))
         if kind == "error":
@@ -262,11 +262,24 @@ _started: _Contained | None = None
 _is_worker = False
 
 
+def _end_started() -> None:
+    """Ends the process that tries files. The next one is forked off the same early process as this one was."""
+    global _started
+    ended = _started
+    _started = None
+    if ended is None:
+        return
+    try:
+        ended.kill()
+    except BaseException:  # a signal while the other process was asked: its answer would be taken for a later one
+        close()
+        raise
+
+
 def _process(seconds: float) -> _Contained:
     global _forker, _started
     if _started is not None and _started.is_worn_out(seconds):
-        _started.kill()
-        _started = None
+        _end_started()
     if _started is None:
         if _forker is None:
             _forker = _Forker()
@@ -294,6 +307,7 @@ def _fork_others(channel: socket.socket, parent: int) -> NoReturn:
     """Forks a process for each pipe that is sent, and waits for those that are named."""
     try:
         gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
+        gc.enable()  # which the parent may have turned off while it imported
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # they come to all processes of a job; the parent kills this one
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who has it ignored can't wait for anything

@@ -8,6 +8,7 @@ What can't be read without a decision of the user's is asked for: see `ASKED`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ def read_layout(found: Row, data_format: DataFormat, columns: Mapping[str, str])
         if isinstance(row.get(key), list):
             row = {**row, key: read_turns(row[key])}
     if row.get("tools"):
-        row = {**row, "tools": read_tools(parse_json_text("tools is text", row["tools"]))}
+        row = {**row, "tools": read_tools(_parse_tools(row["tools"]))}
     if data_format in (DataFormat.auto, DataFormat.prompt_completion) and _asks_for_chat(row, columns):
         return _make_chat(row), DataFormat.messages
     return row, data_format
@@ -126,6 +127,13 @@ def text_columns(names: Sequence[str], data_format: DataFormat, columns: Mapping
 def is_judgement(value: Any) -> bool:
     """Whether a value says that an answer is good, or that it is not."""
     return isinstance(value, (bool, int, float, str)) and str(value).strip().lower() in LABEL_VALUES
+
+
+def _parse_tools(tools: Any) -> Any:
+    """Tools as JSON text, parsed. Other text stays: it is refused where it belongs to a conversation (`check_row`)."""
+    with suppress(BadRow):
+        return parse_json_text("tools is text", tools)
+    return tools
 
 
 def _asks_for_chat(row: Row, columns: Mapping[str, str]) -> bool:

@@ -72,22 +72,35 @@ def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
     command = ["kubectl", "create", "-f", "-"]
     done = subprocess.run(command, input=as_yaml(documents), capture_output=True, text=True, check=False)
     if done.returncode and "AlreadyExists" in done.stderr:
-        raise LaunchError(_explain_there_already(names, settings))
+        raise LaunchError(_explain_there_already(_names_in(done.stderr, names), done.stdout, settings))
     if done.returncode:
         raise LaunchError(f"Kubernetes refuses the job: {' '.join(done.stderr.split())}. Set kubernetes.*.")
     space = "" if settings.namespace is None else f" -n {settings.namespace}"
     say(f"Submitted {', '.join(names)}. To look at it: kubectl get pods{space} -l app.kubernetes.io/name=qlora-fsdp")
 
 
-def _explain_there_already(names: Sequence[str], settings: KubernetesConfig) -> str:
-    """What to do about a job that was submitted before: `apply` would change nothing of it, or its key as it runs."""
+def _names_in(text: str, names: Sequence[str]) -> list[str]:
+    """The jobs that kubectl's lines on objects that are there already are about: `NAME`, or `NAME-key`, in quotes."""
+    return [name for name in names if f'"{name}"' in text or f'"{name}-key"' in text]
+
+
+def _explain_there_already(names: Sequence[str], created: str, settings: KubernetesConfig) -> str:
+    """What to do about a job that was submitted before: `apply` would change nothing of it, or its key as it runs.
+
+    Args:
+        names: of the jobs that were there.
+        created: kubectl's lines on what it has created all the same: it goes on behind an object that is there.
+        settings: of Kubernetes.
+    """
     space = "" if settings.namespace is None else f" -n {settings.namespace}"
     kind = "trainjobs" if settings.kind is KubernetesKind.train_job else "jobs"
     labels = f"'app.kubernetes.io/instance in ({','.join(names)})'"
-    return (
-        f"Kubernetes has {', '.join(names)} already, running or finished. Look: kubectl get {kind}{space}. To go on "
-        f"from its newest checkpoint, remove it, and submit it again: kubectl delete {kind},services,secrets{space} -l "
-        f"{labels}. Or set another run.name."
+    told = f"Kubernetes has {', '.join(names)} already, running or finished. Look: kubectl get {kind}{space}. "
+    if created.strip():
+        told += f"It has also said: {'; '.join(created.split(chr(10))).strip('; ')}. "
+    return told + (
+        f"To go on from its newest checkpoint, remove it, and submit it again: kubectl delete {kind},services,secrets"
+        f"{space} -l {labels}. Or set another run.name."
     )
 
 

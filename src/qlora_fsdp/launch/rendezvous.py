@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from qlora_fsdp.common.errors import LaunchError
-from qlora_fsdp.runtime.processes import serve_store
+from qlora_fsdp.runtime.processes import serve_store, wait_until_known
 
 BACKEND = "qlora_fsdp"
 STATIC = "static"  # accelerate's default: the addresses that it is told, which are this module's too
@@ -96,6 +96,7 @@ class Rendezvous(RendezvousHandler):
     def _open_store(self) -> Store:
         if self.num_hosts == 1:
             return FileStore(str(self.folder / "launcher"), -1)
+        wait_until_known(self.address, self.timeout.total_seconds())
         return serve_store(self.address, self.port, self.num_hosts, self.rank == 0, self.timeout, is_one_node=False)
 
     def is_closed(self) -> bool:
