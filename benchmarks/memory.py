@@ -7,7 +7,7 @@ Runs that need fewer GPUs than there are go side by side, and the same processes
 most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
 JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
 fastest policies by hand that fit; `short`, steps of few tokens; `presets`, what one GPU trains of every model in
-conf/model; `recent`, shapes of 2026 on one GPU of 80 GB; `scale`, from
+conf/model; `recent`, shapes of 2026 on one GPU; `scale`, from
 one GPU to eight, where every GPU takes part in each size (a host's GPUs differ by a few per cent). `memory.target_gib`
 holds torch's allocator to the target, less what CUDA and NCCL take.
 """

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import peft
 import torch
+from tests.helpers.checkpoints import SHAPE
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from qlora_fsdp.config.schema import TaskConfig
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.model.tasks.embedding_noise import EmbeddingNoise, row_lengths
 
 
@@ -32,3 +37,16 @@ def test_noise_is_uniform_and_at_most_the_papers():
         assert 0.99 * largest < found.max() <= largest and 0.45 < (found / largest).mean() < 0.55
     noise.prepare(batch(), is_training=False)
     assert torch.equal(noise.add(embedded), embedded)
+
+
+def test_a_model_that_writes_gets_no_noise_of_an_earlier_batch():
+    """A recorded evaluation is replayed without Python: what the last training batch has noted is there still."""
+    base = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = CausalLM(wrapped, transform=None, task=TaskConfig(neftune_noise_alpha=5.0))
+    assert model.noise is not None
+    ids = batch().input_ids[:1, :1]
+    clean = model.base(input_ids=ids).logits
+    model.noise.prepare(batch(), is_training=True)
+    model.eval()
+    assert torch.equal(model.base(input_ids=ids).logits, clean)

@@ -55,6 +55,13 @@ def test_each_mistake_is_one_problem(mistake: str) -> None:
     assert told in str(problems[0])
 
 
+@pytest.mark.parametrize("setting", ["lora.use_dora=true", "lora.modules_to_save=[embed_tokens]"])
+def test_a_reward_model_computes_with_nothing_that_is_trained(setting: str) -> None:
+    """Its matrices take the places of the adapter's; what else is trained would stay, and move its scores."""
+    problems = check_settings(load_config([*BASE, "reward.models=[nowhere/judge]", setting]))
+    assert any("reward.models would compute with it" in str(problem) for problem in problems), problems
+
+
 def test_what_is_right_has_no_problem() -> None:
     assert check_settings(load_config([*BASE, "grpo.loss_type=rloo", "grpo.beta=0.05"])) == []
 

@@ -197,7 +197,7 @@ def _output(layer: QuantizedLinear, x_NI: Tensor, addend: Addend | None = None) 
 
 def _dequantized_weight(layer: QuantizedLinear) -> Tensor:
     """W_OI in the compute dtype. On a GPU one kernel makes it, with quantized scales too, as no step can hide three."""
-    if layer.reader is not None or not layer.codes.is_cuda:
+    if layer.reader is not None or not has_tensor_cores(layer.codes.device):
         return layer.weight
     format = replace(layer.format, dequantizer="triton")
     return format.dequantize(layer.named_parts(), layer.out_features, layer.in_features, layer.compute_dtype)

@@ -180,8 +180,8 @@ def rate_ratios(model: nn.Module, config: OptimConfig, learning_rate: float) -> 
     of_experts = _parameters_of(model, (lora.ParamWrapper,))
     problems = []
     for name, those, fix in (
-        ("embedding_learning_rate", of_embeddings, "name embed_tokens in lora.target_modules or lora.modules_to_save"),
-        ("expert_learning_rate", of_experts, "choose a mixture of experts"),
+        ("embedding_learning_rate", of_embeddings, "name embed_tokens in lora.modules_to_save"),
+        ("expert_learning_rate", of_experts, "give fused experts adapters (lora.experts)"),
     ):
         rate = getattr(config, name)
         if rate is not None and not those:

@@ -4,8 +4,9 @@ The loss of a step is the sum over all its target tokens divided by their number
 Gradients are summed, not averaged. So the same data gives the same loss and the same gradient however it is split.
 
 The host queues the whole step without waiting for the GPU, and reads the step's figures later. There are three
-exceptions. The host checks the gradients of a run's first two steps. `LocalBitsandbytes` reads on the host whether to
-update. With offloaded parameters the optimizer runs on the CPU, so the host waits for the gradients.
+exceptions. The host checks the gradients of a run's first two steps. `LocalBitsandbytes` and `LocalAdafactor` read on
+the host whether to update, and paged state is waited for. With offloaded parameters the optimizer runs on the CPU, so
+the host waits for the gradients.
 
 Where micro-batches are replayed as CUDA graphs, the host queues the next step's before it reads the figures. Otherwise
 the GPU would stand idle from the end of each step until the host has read them and launched the next graph.

@@ -85,7 +85,8 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
     if rollout.top_p > 1:
         yield problem_with(rollout, "rollout.top_p", "is a probability.", "Set it to 1 or less.")
     yield from _check_data(config.data, name)
-    yield from _check_loss(config.grpo, config.checkpoint, config.lora, config.tokenizer)
+    yield from _check_loss(config.grpo, config.checkpoint)
+    yield from _check_other_models(config.grpo, config.reward, config.lora, config.tokenizer)
     refused = (
         ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
         ("fsdp.cpu_offload", config.fsdp.cpu_offload, True, "has the weights where no text can be written"),
@@ -129,9 +130,7 @@ def _check_data(data: DataConfig, name: str) -> Iterator[Problem]:
             yield problem_about(key, value, f"can't be used with {name}.", "Leave it out.")
 
 
-def _check_loss(
-    grpo: GrpoConfig, checkpoint: CheckpointConfig, lora: LoraConfig, tokenizer: TokenizerConfig
-) -> Iterator[Problem]:
+def _check_loss(grpo: GrpoConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Yields what is wrong with the loss."""
     is_used = grpo.loss_type.clips_below  # elsewhere it is told that it has no effect
     if is_used and grpo.delta is not None and grpo.delta <= 1 + grpo.used_epsilon_high:
@@ -142,14 +141,24 @@ def _check_loss(
         reason = f"falls between steps on the same answers, of which grpo.num_iterations={grpo.num_iterations} makes."
         fix = f"Set a multiple of {grpo.num_iterations}."
         yield problem_with(checkpoint, "checkpoint.every_steps", reason, fix)
-    if grpo.beta == 0 or lora.start is not None:
-        return
+
+
+def _check_other_models(
+    grpo: GrpoConfig, reward: RewardConfig, lora: LoraConfig, tokenizer: TokenizerConfig
+) -> Iterator[Problem]:
+    """Yields what the run trains beside the matrices, which a model of the same base would compute with, too."""
     trained = {
         "tokenizer.add_tokens": tokenizer.add_tokens,
         "tokenizer.add_special_tokens": tokenizer.add_special_tokens,
         "lora.modules_to_save": lora.modules_to_save,
     }
-    for key, value in trained.items():
-        if value:
-            reason = f"is trained beside the adapter, and with grpo.beta={grpo.beta:g} the reference would have it."
-            yield problem_about(key, value, reason, "Set grpo.beta=0, or leave it out.")
+    if grpo.beta > 0 and lora.start is None:
+        for key, value in trained.items():
+            if value:
+                reason = f"is trained beside the adapter, and with grpo.beta={grpo.beta:g} the reference would have it."
+                yield problem_about(key, value, reason, "Set grpo.beta=0, or leave it out.")
+    if reward.models:
+        for key, value in {**trained, "lora.use_dora": lora.use_dora}.items():
+            if value:
+                reason = "is trained beside the matrices, and reward.models would compute with it."
+                yield problem_about(key, value, reason, f"Leave {key} out, or use reward.functions.")

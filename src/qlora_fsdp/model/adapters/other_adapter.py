@@ -50,6 +50,9 @@ class OtherAdapter:
         self, saved: SavedAdapter, model: peft.PeftModel, device: torch.device, head: str | None = None
     ) -> None:
         self.all_layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        if any(layer.lora_variant for layer in self.all_layers):  # its magnitudes are there whatever the scaling is
+            reason = "the adapter that is trained is DoRA, which can't be switched off for it"
+            raise AdapterError(f"{saved} can't be used: {reason}. Set lora.use_dora=false, or another lora.start.")
         self.head: Tensor | None = None
         lora = read_lora(saved.folder, saved.setting)
         layers = {
