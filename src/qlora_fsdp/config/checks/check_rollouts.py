@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.text import plural
@@ -147,7 +148,7 @@ def _check_other_models(
     grpo: GrpoConfig, reward: RewardConfig, lora: LoraConfig, tokenizer: TokenizerConfig
 ) -> Iterator[Problem]:
     """Yields what the run trains beside the matrices, which a model of the same base would compute with, too."""
-    trained = {
+    trained: dict[str, Any] = {
         "tokenizer.add_tokens": tokenizer.add_tokens,
         "tokenizer.add_special_tokens": tokenizer.add_special_tokens,
         "lora.modules_to_save": lora.modules_to_save,
