@@ -219,7 +219,7 @@ def test_long_rows_under_each_policy():
 
 def test_long_text_is_split_and_counted_once():
     [first, second, third] = tokenize({"text": "abcdefgh"}, max_length=4)  # 10 tokens
-    assert first == ("longer than training.max_length", [BOS, 97, 98, 99], [False, True, True, True])
+    assert first == ("longer than training.max_length; all of it is used", [BOS, 97, 98, 99], [False, True, True, True])
     assert second == ("", [100, 101, 102, 103], [False, True, True, True])
     assert third == ("", [104, EOS], [False, True])
 

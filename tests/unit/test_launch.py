@@ -359,7 +359,7 @@ def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeyp
         ("distributed_type: FSDP\nnum_processes: 0", "has num_processes: 0, which is no number of ranks."),
         ("distributed_type: FSDP\nnum_processes: two", "has num_processes: two, which is no number of ranks."),
         ("mixed_precision: fp8\nnum_processes: 1", "Set compute=fp8, and mixed_precision: bf16 in it."),
-        ("a: [", "can't be read: while parsing a flow node."),
+        ("a: [", "can't be read: line 1: expected the node content"),
         ("", "holds no lines such as `num_processes: 2`."),
     ],
 )
