@@ -316,6 +316,16 @@ def test_a_template_that_writes_the_first_of_two_calls_alone_refuses_the_row(mon
         called(model_template("gptoss"), monkeypatch, 2)
 
 
+@pytest.mark.parametrize("said", [{}, {"content": ""}])
+def test_a_template_that_writes_no_calls_refuses_the_row(said: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """LLaVA's way: of a message without content nothing is written, of an empty one a space."""
+    template = "{% for m in messages %}{{ m.role.upper() + ': ' }}{% if m.content is string %}{{ m.content + ' ' }}"
+    template += "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+    with pytest.raises(BadRow, match="leaves out the tool_calls of message 2"):
+        called(template, monkeypatch, 1, **said)
+
+
 @pytest.mark.parametrize("said", [{}, {"content": "I add."}])
 @pytest.mark.parametrize("template", ["mistral_v2v3", "mistral_v3_tekken"])
 def test_calls_are_found_where_the_template_moves_the_tools(

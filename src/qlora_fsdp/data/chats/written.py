@@ -164,8 +164,10 @@ def _check_calls(conversation: Conversation, text: str, trace: Trace | None) -> 
         message = conversation.messages[number]
         calls = message["tool_calls"] if isinstance(message["tool_calls"], list) else []
         without = {key: value for key, value in message.items() if key != "tool_calls"}
+        # A template may write "" as a space and what is missing as nothing, or need content where there are no calls.
+        others = [without] if "content" in without else [without, {**without, "content": ""}]
         shorter = [{**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]} for place in range(len(calls))]
-        for fewer in [{"content": "", **without}, *(shorter if len(calls) > 1 else [])]:
+        for fewer in [*others, *(shorter if len(calls) > 1 else [])]:
             if _is_same_with(conversation, text, number, fewer):
                 what = "one of the" if "tool_calls" in fewer else "the"
                 raise BadRow(REFUSED, f"it leaves out {what} tool_calls of message {number + 1}; {ANOTHER} has them")
