@@ -327,7 +327,12 @@ def start_in(space: str, wire: str, argv: list[str], **environ: str) -> subproce
 
 
 def listening_in_space_of(pid: int) -> set[str]:
-    """The addresses at which anything listens in the network namespace of a process, as the system writes them."""
+    """The addresses at which anything listens in the network namespace of a process, as the system writes them.
+
+    Nothing while it is in this process's own: `ip netns exec` begins there.
+    """
+    if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        return set()
     found = set()
     for family, width in ((socket.AF_INET, 8), (socket.AF_INET6, 32)):
         name = "tcp" if family == socket.AF_INET else "tcp6"
