@@ -331,7 +331,7 @@ def listening_in_space_of(pid: int) -> set[str]:
 
     Nothing while it is in this process's own: `ip netns exec` begins there.
     """
-    if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+    if Path(f"/proc/{pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
         return set()
     found = set()
     for family, width in ((socket.AF_INET, 8), (socket.AF_INET6, 32)):
