@@ -310,7 +310,11 @@ def _duration(hours: float) -> str:
 
 
 def _name(model: ModelConfig) -> str:
-    return model.name if model.name != "custom" else str(model.path)
+    if model.name != "custom":
+        return model.name
+    if model.path is not None:
+        return model.path
+    return f"the {model.config['model_type']} of model.config"
 
 
 if __name__ == "__main__":

@@ -88,6 +88,13 @@ def test_a_folder_is_planned_by_its_own_config(
     assert f"Fits: {folder} (0.12 M parameters)" in capsys.readouterr().out
 
 
+def test_a_model_that_the_settings_describe_is_called_by_its_type(capsys: pytest.CaptureFixture[str]) -> None:
+    described = ", ".join(f"{key}: {value}" for key, value in TINY.items())
+    argv = [ON, "experiment=dry_run", "model=custom", f"model.config={{{described}}}", "model.tokenizer_path=bytes"]
+    assert preflight.main(argv) == 0
+    assert f"Fits: the {TINY['model_type']} of model.config (0.12 M" in capsys.readouterr().out
+
+
 def test_a_preset_is_not_mixed_with_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "mine", TINY)
     for more in ([], ["experiment=dry_run"], ["model.weights=random"]):
