@@ -10,11 +10,8 @@ import json
 import sys
 from typing import Any
 
-from triton import compile as compile_kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from qlora_fsdp.layers.kernels import triton_gate, triton_gate_backward
+from tests.helpers.compile_kernel import shared_bytes
 
 FLOATS = ("grad_h", "grad_factors", "h_down", "scaling_gate", "scaling_up")
 SIZES = ("num_rows", "width", "rows_a_split", "columns_a_split", "rank_gate", "rank_up", "rank_down")
@@ -25,25 +22,18 @@ KERNELS = [
 ]
 
 
-def shared_bytes(function: Any, tiles: triton_gate.GateTiles, capability: int, rank: int, num_stages: int) -> int:
+def bytes_of_gate(function: Any, tiles: triton_gate.GateTiles, capability: int, rank: int, num_stages: int) -> int:
     """Compile one kernel for bfloat16."""
     options = triton_gate.tile_options(tiles, "silu")
     constants = {**options, "RANK": max(16, rank), "RANK_DOWN": max(16, rank), "IS_WHOLE": True}
     names = function.arg_names
-    kinds = {name: "constexpr" if name in constants else "*bf16" for name in names}
+    kinds = dict.fromkeys(names, "*bf16")
     kinds |= {name: "fp32" if name.startswith("scaling") else "*fp32" for name in FLOATS if name in names}
     kinds |= {name: "i32" for name in SIZES if name in names}
-    aligned = {
-        (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if kinds[name] not in ("constexpr", "fp32")
-    }
-    values = {(names.index(name),): value for name, value in constants.items() if name in names}
-    source = ASTSource(fn=function, signature=kinds, constexprs=values, attrs=aligned)
-    settings = {"num_warps": tiles.num_warps, "num_stages": num_stages}
-    made = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=settings)
-    return int(made.metadata.shared)
+    return shared_bytes(function, kinds, constants, (), capability, tiles.num_warps, num_stages)
 
 
 if __name__ == "__main__":
     capability, rank, num_stages = map(int, sys.argv[1:])
     kernels = [pair for pair in KERNELS if rank <= 16 or pair[0] is not KERNELS[1][0]]
-    print(json.dumps([shared_bytes(k.function, tiles, capability, rank, num_stages) for k, tiles in kernels]))
+    print(json.dumps([bytes_of_gate(k.function, tiles, capability, rank, num_stages) for k, tiles in kernels]))

@@ -10,20 +10,18 @@ import json
 import sys
 
 import torch
-from triton import compile as compile_kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from qlora_fsdp.layers.kernels import triton_products
 from qlora_fsdp.layers.quantized.codes import code_values
 from qlora_fsdp.layers.quantized.format import Format
+from tests.helpers.compile_kernel import shared_bytes
 
 SIZES = ("num_rows", "width", "code_stride", "scale_stride", "split", "rank_all")
 THREE = ("num_outputs", "num_groups", "rank")
 UNALIGNED = ("num_rows", "scale_stride", "num_groups_0", "num_groups_1", "num_groups_2", "split")
 
 
-def shared_bytes(capability: int, quantization: str, rows: int) -> int:
+def bytes_of_products(capability: int, quantization: str, rows: int) -> int:
     """Compile the kernel for three weights with biases and adapters, in bfloat16, with the tile for these rows."""
     is_4bit = quantization != "int8"
     tile = triton_products.best_tile(6144, 4096, rows, 64, is_4bit, 132)
@@ -53,9 +51,7 @@ def shared_bytes(capability: int, quantization: str, rows: int) -> int:
     kinds = {}
     for name in function.arg_names:
         stem = name.rstrip("_012")
-        if name in constants:
-            kinds[name] = "constexpr"
-        elif name in SIZES or stem in THREE:
+        if name in SIZES or stem in THREE:
             kinds[name] = "i32"
         elif stem in ("x", "bias", "b", "out", "h"):
             kinds[name] = "*bf16"
@@ -69,19 +65,9 @@ def shared_bytes(capability: int, quantization: str, rows: int) -> int:
             kinds[name] = "fp32"
         else:
             kinds[name] = "*fp32"
-    names = function.arg_names
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(names)
-        if kinds[name] not in ("constexpr", "fp32") and name not in UNALIGNED
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=kinds, constexprs=values, attrs=aligned)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    made = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(made.metadata.shared)
+    return shared_bytes(function, kinds, constants, UNALIGNED, capability, tile.num_warps, tile.num_stages)
 
 
 if __name__ == "__main__":
     capability, quantization, rows = sys.argv[1:]
-    print(json.dumps(shared_bytes(int(capability), quantization, int(rows))))
+    print(json.dumps(bytes_of_products(int(capability), quantization, int(rows))))

@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import sys
 
-from triton import compile as compile_kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from qlora_fsdp.layers.kernels import triton_slots
+from tests.helpers.compile_kernel import shared_bytes
 
 
-def shared_bytes(capability: int, size: int) -> int:
+def bytes_of_slots(capability: int, size: int) -> int:
     """Compile the kernel for texts that are shared by several programs, with a window, a cap and sinks, in bfloat16."""
     tile = triton_slots.slot_tile(size, size)
     constants = {
@@ -29,30 +26,13 @@ def shared_bytes(capability: int, size: int) -> int:
         "HAS_SINKS": True,
     }
     function = triton_slots._attend_kernel.function
-    kinds = {}
-    for name in function.arg_names:
-        if name in constants:
-            kinds[name] = "constexpr"
-        elif name in ("query", "keys", "values", "sinks"):
-            kinds[name] = "*bf16"
-        elif name in ("out", "tops", "sums"):
-            kinds[name] = "*fp32"
-        elif name == "positions":
-            kinds[name] = "*i64"
-        else:
-            kinds[name] = "fp32" if name in ("scale", "softcap") else "i32"
-    names = function.arg_names
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(names)
-        if kinds[name] not in ("constexpr", "fp32") and name not in ("num_heads", "groups", "window")
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=kinds, constexprs=values, attrs=aligned)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    made = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(made.metadata.shared)
+    kinds = dict.fromkeys(function.arg_names, "i32")
+    kinds |= dict.fromkeys(("query", "keys", "values", "sinks"), "*bf16")
+    kinds |= dict.fromkeys(("out", "tops", "sums"), "*fp32")
+    kinds |= {"positions": "*i64", "scale": "fp32", "softcap": "fp32"}
+    unaligned = ("num_heads", "groups", "window")
+    return shared_bytes(function, kinds, constants, unaligned, capability, tile.num_warps, tile.num_stages)
 
 
 if __name__ == "__main__":
-    print(json.dumps(shared_bytes(*map(int, sys.argv[1:]))))
+    print(json.dumps(bytes_of_slots(*map(int, sys.argv[1:]))))

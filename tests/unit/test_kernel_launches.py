@@ -15,7 +15,7 @@ import torch
 
 from qlora_fsdp.layers.kernels.launch import OutOfResources, kernel
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+ROOT = Path(__file__).parents[2]
 GEFORCE = 99 * 1024  # bytes of shared memory for a block on capabilities 8.6, 8.9 and 12.0 (CUDA programming guide)
 
 
@@ -53,7 +53,7 @@ def test_what_never_fits_is_an_error():
 @pytest.mark.parametrize(("rank", "num_stages"), [(16, 2), (64, 1)])
 def test_the_gates_tiles_fit_a_geforce(rank: int, num_stages: int):
     """Llama's MLP on an RTX 4090: with as many stages as an H100 its tiles take 100 KiB and 184 KiB."""
-    assert max(compile_for_a_gpu("compile_gate.py", "89", str(rank), str(num_stages))) <= GEFORCE
+    assert max(compile_for_a_gpu("compile_gate", "89", str(rank), str(num_stages))) <= GEFORCE
 
 
 @pytest.mark.parametrize(
@@ -61,26 +61,26 @@ def test_the_gates_tiles_fit_a_geforce(rank: int, num_stages: int):
 )
 def test_the_tiles_of_products_with_codes_fit_a_geforce(capability: int, quantization: str, rows: int):
     """Also on an A100 and an H100. Those of 64 rows and of int8 take the most: 80 KiB."""
-    num_bytes = compile_for_a_gpu("compile_products.py", str(capability), quantization, str(rows))
+    num_bytes = compile_for_a_gpu("compile_products", str(capability), quantization, str(rows))
     assert 0 < num_bytes <= GEFORCE
 
 
 @pytest.mark.parametrize(("capability", "rows"), [(80, 8), (89, 32), (90, 16)])
 def test_the_tiles_of_transposed_experts_fit_a_geforce(capability: int, rows: int):
-    assert 0 < compile_for_a_gpu("compile_transposed.py", str(capability), str(rows)) <= GEFORCE
+    assert 0 < compile_for_a_gpu("compile_transposed", str(capability), str(rows)) <= GEFORCE
 
 
 @pytest.mark.parametrize(("capability", "size"), [(80, 128), (89, 256), (90, 64), (89, 512)])
 def test_the_tiles_of_attention_over_slots_fit_a_geforce(capability: int, size: int):
     """Two programs at a time, so that one reads while the other computes."""
-    assert 0 < 2 * compile_for_a_gpu("compile_slots.py", str(capability), str(size)) <= 100 * 1024
+    assert 0 < 2 * compile_for_a_gpu("compile_slots", str(capability), str(size)) <= 100 * 1024
 
 
 def compile_for_a_gpu(program: str, *args: str) -> Any:
     """What a helper prints, which compiles kernels in a process of its own."""
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(HELPERS / program), *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", f"tests.helpers.{program}", *args]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
