@@ -121,15 +121,26 @@ def check_own(folder: Path, own: str | None = None) -> None:
         OSError: somebody has removed it, and perhaps another run is in its place.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+        raise _folder_removed()
     found = find_holder(folder)
     if found is not None and found != (own or holder()):
         raise FileExistsError(errno.EEXIST, f"the folder was removed, and now {found} has one of that name")
 
 
+def _folder_removed() -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "the folder was removed")
+
+
 def _append(file: Path, text: str) -> None:
-    """Append text wholly or not at all; a reader may meet the beginning of it meanwhile."""
-    with open_to_append(file) as stream:
+    """Append text wholly or not at all; a reader may meet the beginning of it meanwhile.
+
+    Opening makes the file if it is missing. So a file that is not found tells that its folder is not there.
+    """
+    try:
+        opened = open_to_append(file)
+    except FileNotFoundError:
+        raise _folder_removed() from None
+    with opened as stream:
         descriptor = stream.fileno()
         size = os.fstat(descriptor).st_size
         rest = text.encode("utf-8", "replace")
