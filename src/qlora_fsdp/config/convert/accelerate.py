@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.convert.common_settings import SHARDED_HERE
+from qlora_fsdp.config.convert.common_settings import SHARDED_HERE, convert_fsdp
 from qlora_fsdp.config.convert.their_settings import TheirSettings
 from qlora_fsdp.config.schema import Activations
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 ENGINES = {
     "DEEPSPEED": SHARDED_HERE,
     "MEGATRON_LM": SHARDED_HERE,
@@ -65,23 +62,10 @@ def convert_accelerate(theirs: TheirSettings) -> None:
         theirs.put("training.precision", "bfloat16")
     elif precision not in ("no", "False"):
         theirs.leave_out("mixed_precision", precision, "bfloat16 is taken where the GPU has it; compute=fp8 is another")
-    _convert_fsdp(theirs, dict(theirs.take("fsdp_config", {})))
+    rest = convert_fsdp(theirs)
+    if rest.pop("activation_checkpointing", False):
+        theirs.put("memory.activations", Activations.full.value, "auto keeps what there is room for, and is faster")
+    if rest:
+        theirs.leave_out("fsdp_config", rest, SHARDED_HERE)
     theirs.drop(REASONS)
     theirs.finish()
-
-
-def _convert_fsdp(theirs: TheirSettings, values: dict[str, Any]) -> None:
-    named = {str(name).removeprefix("fsdp_"): value for name, value in values.items()}
-    strategy = str(named.pop("sharding_strategy", "FULL_SHARD")).upper()
-    if strategy.isdecimal():
-        strategy = ("", *STRATEGIES)[int(strategy)] if int(strategy) <= len(STRATEGIES) else strategy
-    if strategy in STRATEGIES and strategy != "FULL_SHARD":
-        theirs.put("fsdp.sharding_strategy", strategy)
-    if named.pop("offload_params", False):
-        theirs.put("fsdp.cpu_offload", True)
-    if named.pop("reshard_after_forward", True) is False:
-        theirs.put("fsdp.reshard_after_forward", False)
-    if named.pop("activation_checkpointing", False):
-        theirs.put("memory.activations", Activations.full.value, "auto keeps what there is room for, and is faster")
-    if named:
-        theirs.leave_out("fsdp_config", named, SHARDED_HERE)

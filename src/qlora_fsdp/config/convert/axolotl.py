@@ -13,6 +13,8 @@ from qlora_fsdp.config.convert.common_settings import (
     SHARDED_HERE,
     convert_adapter,
     convert_batch,
+    convert_fsdp,
+    convert_held_out,
     convert_length,
     convert_optimizer,
     convert_place,
@@ -181,8 +183,7 @@ def convert_axolotl(theirs: TheirSettings) -> None:
     if theirs.take("fp16") or theirs.take("float16"):
         theirs.leave_out("fp16", True, "float16 needs loss scaling; bfloat16 is taken where the GPU has it")
     theirs.take("float32")
-    for name in ("bfloat16",):
-        theirs.take(name)
+    theirs.take("bfloat16")
     convert_texts(theirs)
     theirs.drop(REASONS)
     theirs.finish()
@@ -263,11 +264,7 @@ def _convert_data(theirs: TheirSettings) -> None:
         if len(held_out) > 1:
             others = [each.get("path") for each in held_out[1:]]
             theirs.leave_out("test_datasets", others, "data.eval_path takes several files, or one data set of the hub")
-    size = theirs.take("val_set_size", 0)
-    if 0 < size < 1:
-        theirs.put("data.eval_fraction", float(size))
-    elif size:
-        theirs.leave_out("val_set_size", size, "a number of rows: set data.eval_fraction to their part of the data")
+    convert_held_out(theirs, "val_set_size")
     if theirs.take("train_on_inputs", False):
         theirs.put("data.loss_on", "all")
     theirs.rename({"dataset_exact_deduplication": "data.deduplicate"})
@@ -379,19 +376,11 @@ def _convert_trackers(theirs: TheirSettings) -> None:
 
 
 def _convert_fsdp(theirs: TheirSettings) -> None:
-    words = theirs.take("fsdp", [])
-    values = dict(theirs.take("fsdp_config", {}))
-    named = {str(name).removeprefix("fsdp_"): value for name, value in values.items()}
-    has_offload_params = bool(named.pop("offload_params", False))
-    if has_offload_params or "offload" in words:
+    if "offload" in theirs.take("fsdp", []):
         theirs.put("fsdp.cpu_offload", True)
-    if named.pop("reshard_after_forward", True) is False:
-        theirs.put("fsdp.reshard_after_forward", False)
-    strategy = str(named.pop("sharding_strategy", "FULL_SHARD")).upper()
-    if strategy in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"):
-        theirs.put("fsdp.sharding_strategy", strategy)
-    if named:
-        theirs.leave_out("fsdp_config", named, SHARDED_HERE)
+    rest = convert_fsdp(theirs)
+    if rest:
+        theirs.leave_out("fsdp_config", rest, SHARDED_HERE)
     degree = theirs.take("sequence_parallel_degree") or theirs.take("context_parallel_size")
     if degree and degree > 1:
         theirs.put("distributed.context_parallel", int(degree))

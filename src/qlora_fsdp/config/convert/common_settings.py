@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.config.convert.their_settings import TheirSettings
@@ -13,6 +14,7 @@ BY_ITSELF = "chosen by itself; kernels.* and model.attn_implementation say other
 SHARDED_HERE = "FSDP2 shards the run here, by fsdp.*"
 MADE_HERE = "nothing to set: data is tokenized in parallel and cached"
 LOGGED_HERE = "every step is in metrics.jsonl"
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")  # by accelerate's numbers, from 1 on
 OTHER_NAMES = {  # of optimizers that have another name here
     "adamw_torch": Optimizer.adamw,
     "adamw_torch_fused": Optimizer.adamw,
@@ -76,6 +78,66 @@ OF_TRAINER = {
 }
 
 
+def convert_names(theirs: TheirSettings, more: Mapping[str, str]) -> None:
+    """Settings that have another name in transformers and PEFT, and `more`, that have one in the project alone."""
+    names = {
+        "model_name_or_path": "model.path",
+        "model_revision": "model.revision",
+        "use_rslora": "lora.use_rslora",
+        "use_dora": "lora.use_dora",
+        "seed": "training.seed",
+        "resume_from_checkpoint": "checkpoint.resume",
+        "hub_model_id": "hub.repo",
+    }
+    theirs.rename(names | more)
+    if theirs.take("push_to_hub", False):
+        theirs.put("hub.push", True)
+
+
+def convert_arguments(theirs: TheirSettings, num_epochs: float, optimizer: str) -> None:
+    """Transformers' TrainingArguments. The data is known by now.
+
+    Args:
+        theirs: the settings.
+        num_epochs: the project's default.
+        optimizer: the project's default, by its name in transformers.
+    """
+    batch = theirs.take("per_device_train_batch_size", 8)
+    convert_batch(theirs, batch, theirs.take("gradient_accumulation_steps", 1))
+    convert_length(theirs, theirs.take("num_train_epochs", num_epochs), theirs.take("max_steps"))
+    convert_optimizer(theirs, "optim", str(theirs.take("optim", optimizer)))
+    convert_schedule(theirs, "lr_scheduler_type", "linear")
+    convert_saves(theirs, theirs.take("eval_steps"), theirs.take("save_steps"))
+    convert_trackers(theirs, theirs.take("report_to"))
+    convert_place(theirs, theirs.take("output_dir"), theirs.take("run_name"))
+
+
+def finish(theirs: TheirSettings, packs: bool, reasons: Mapping[str, str]) -> None:
+    """What comes last in the files of TRL and LLaMA-Factory.
+
+    Args:
+        theirs: the settings. The task is known by now.
+        packs: whether rows are packed there, or the task leaves it open.
+        reasons: why settings have no counterpart.
+    """
+    if not packs:
+        theirs.put("training.packing", False, "packing is off there; auto packs rows, and is faster")
+    if theirs.take("fp16", False):
+        theirs.leave_out("fp16", True, "float16 needs loss scaling; bfloat16 is taken where the GPU has it")
+    convert_texts(theirs)
+    theirs.drop(reasons)
+    theirs.finish()
+
+
+def convert_held_out(theirs: TheirSettings, name: str) -> None:
+    """The part of the training data that is held out; a number of rows has no counterpart."""
+    size = theirs.take(name, 0)
+    if 0 < size < 1:
+        theirs.put("data.eval_fraction", float(size))
+    elif size:
+        theirs.leave_out(name, size, "a number of rows: set data.eval_fraction to their part of the data")
+
+
 def convert_adapter(theirs: TheirSettings, rank: int, alpha: int, dropout: float) -> None:
     """LoRA's settings where they have PEFT's names with `lora_` before them; the arguments are their defaults."""
     theirs.put("lora.r", theirs.take("lora_r", rank))
@@ -101,6 +163,22 @@ def convert_quantization(theirs: TheirSettings, in_4bit: bool, in_8bit: bool) ->
     theirs.put("quant.load_in_4bit", in_4bit)
     if in_8bit:
         theirs.put("quant.load_in_8bit", True)
+
+
+def convert_fsdp(theirs: TheirSettings) -> dict[str, Any]:
+    """FSDP's settings, whose names begin with `fsdp_` or not. Returns those that are not converted."""
+    values = dict(theirs.take("fsdp_config", {}))
+    named = {str(name).removeprefix("fsdp_"): value for name, value in values.items()}
+    strategy = str(named.pop("sharding_strategy", "FULL_SHARD")).upper()
+    if strategy.isdecimal() and int(strategy) <= len(STRATEGIES):
+        strategy = ("", *STRATEGIES)[int(strategy)]
+    if strategy in STRATEGIES[1:]:
+        theirs.put("fsdp.sharding_strategy", strategy)
+    if named.pop("offload_params", False):
+        theirs.put("fsdp.cpu_offload", True)
+    if named.pop("reshard_after_forward", True) is False:
+        theirs.put("fsdp.reshard_after_forward", False)
+    return named
 
 
 def convert_batch(theirs: TheirSettings, micro_batch: int, accumulation: int) -> None:

@@ -12,16 +12,12 @@ from qlora_fsdp.config.convert.common_settings import (
     BY_THE_PLAN,
     MADE_HERE,
     OF_TRAINER,
-    convert_batch,
-    convert_length,
-    convert_optimizer,
-    convert_place,
+    convert_arguments,
+    convert_held_out,
+    convert_names,
     convert_quantization,
-    convert_saves,
-    convert_schedule,
     convert_targets,
-    convert_texts,
-    convert_trackers,
+    finish,
     put_sets,
 )
 from qlora_fsdp.config.convert.their_settings import TheirSettings
@@ -112,24 +108,14 @@ def convert_llama_factory(theirs: TheirSettings, folder: Path) -> None:
         theirs: the settings.
         folder: of the file, from which dataset_info.json is looked for, and from the current folder.
     """
-    theirs.rename(
-        {
-            "model_name_or_path": "model.path",
-            "model_revision": "model.revision",
-            "adapter_name_or_path": "lora.start",
-            "use_rslora": "lora.use_rslora",
-            "use_dora": "lora.use_dora",
-            "seed": "training.seed",
-            "resume_from_checkpoint": "checkpoint.resume",
-            "max_samples": "data.max_rows",
-            "buffer_size": "data.buffer_rows",
-            "hub_model_id": "hub.repo",
-            "add_tokens": "tokenizer.add_tokens",
-            "add_special_tokens": "tokenizer.add_special_tokens",
-        }
-    )
-    if theirs.take("push_to_hub", False):
-        theirs.put("hub.push", True)
+    own_names = {
+        "adapter_name_or_path": "lora.start",
+        "max_samples": "data.max_rows",
+        "buffer_size": "data.buffer_rows",
+        "add_tokens": "tokenizer.add_tokens",
+        "add_special_tokens": "tokenizer.add_special_tokens",
+    }
+    convert_names(theirs, own_names)
     theirs.put("training.max_length", theirs.take("cutoff_len", 2048))
     theirs.put("training.learning_rate", float(theirs.take("learning_rate", 5e-5)))
     is_text = theirs.values.get("stage") == "pt"
@@ -137,22 +123,9 @@ def convert_llama_factory(theirs: TheirSettings, folder: Path) -> None:
     _convert_adapter(theirs)
     _convert_rope(theirs)
     _convert_data(theirs, folder, is_text)
-    batch = theirs.take("per_device_train_batch_size", 8)
-    convert_batch(theirs, batch, theirs.take("gradient_accumulation_steps", 1))
-    convert_length(theirs, theirs.take("num_train_epochs", 3.0), theirs.take("max_steps"))
-    convert_optimizer(theirs, "optim", str(theirs.take("optim", "adamw_torch")))
-    convert_schedule(theirs, "lr_scheduler_type", "linear")
-    convert_saves(theirs, theirs.take("eval_steps"), theirs.take("save_steps"))
-    convert_trackers(theirs, theirs.take("report_to"))
-    convert_place(theirs, theirs.take("output_dir"), theirs.take("run_name"))
+    convert_arguments(theirs, num_epochs=3.0, optimizer="adamw_torch")
     packs = bool(theirs.take("packing", False)) or bool(theirs.take("neat_packing", False))
-    if not packs:
-        theirs.put("training.packing", False, "packing is off there; auto packs rows, and is faster")
-    if theirs.take("fp16", False):
-        theirs.leave_out("fp16", True, "float16 needs loss scaling; bfloat16 is taken where the GPU has it")
-    convert_texts(theirs)
-    theirs.drop(REASONS)
-    theirs.finish()
+    finish(theirs, packs, REASONS)
 
 
 def _convert_stage(theirs: TheirSettings) -> None:
@@ -240,11 +213,7 @@ def _convert_data(theirs: TheirSettings, folder: Path, is_text: bool) -> None:
     if held_out:
         paths = [each["path"] for each in held_out]
         theirs.put("data.eval_path", paths[0] if len(paths) == 1 else paths)
-    size = theirs.take("val_size", 0)
-    if 0 < size < 1:
-        theirs.put("data.eval_fraction", float(size))
-    elif size:
-        theirs.leave_out("val_size", size, "a number of rows: set data.eval_fraction to their part of the data")
+    convert_held_out(theirs, "val_size")
     if theirs.take("train_on_prompt", False):
         theirs.put("data.loss_on", "all")
     elif theirs.take("mask_history", False):

@@ -10,16 +10,11 @@ from qlora_fsdp.config.convert.common_settings import (
     MADE_HERE,
     OF_TRAINER,
     convert_adapter,
-    convert_batch,
-    convert_length,
-    convert_optimizer,
-    convert_place,
+    convert_arguments,
+    convert_names,
     convert_quantization,
-    convert_saves,
-    convert_schedule,
     convert_targets,
-    convert_texts,
-    convert_trackers,
+    finish,
     put_sets,
 )
 from qlora_fsdp.config.convert.their_settings import TheirSettings
@@ -82,40 +77,15 @@ def convert_trl(theirs: TheirSettings, trainer: str) -> None:
         trainer: `sft`, `dpo`, `kto` or `reward`: which of TRL's commands the file was for.
     """
     rate, epochs, longest = DEFAULTS[trainer]
-    theirs.rename(
-        {
-            "model_name_or_path": "model.path",
-            "model_revision": "model.revision",
-            "tokenizer_name_or_path": "model.tokenizer_path",
-            "use_rslora": "lora.use_rslora",
-            "use_dora": "lora.use_dora",
-            "seed": "training.seed",
-            "resume_from_checkpoint": "checkpoint.resume",
-            "hub_model_id": "hub.repo",
-        }
-    )
-    if theirs.take("push_to_hub", False):
-        theirs.put("hub.push", True)
+    convert_names(theirs, {"tokenizer_name_or_path": "model.tokenizer_path"})
     theirs.put("training.max_length", theirs.take("max_length", theirs.take("max_seq_length", longest)))
     theirs.put("training.learning_rate", float(theirs.take("learning_rate", rate)))
     _convert_task(theirs, trainer)
     _convert_adapter(theirs)
     _convert_data(theirs)
-    batch = theirs.take("per_device_train_batch_size", 8)
-    convert_batch(theirs, batch, theirs.take("gradient_accumulation_steps", 1))
-    convert_length(theirs, theirs.take("num_train_epochs", epochs), theirs.take("max_steps"))
-    convert_optimizer(theirs, "optim", str(theirs.take("optim", "adamw_torch_fused")))
-    convert_schedule(theirs, "lr_scheduler_type", "linear")
-    convert_saves(theirs, theirs.take("eval_steps"), theirs.take("save_steps"))
-    convert_trackers(theirs, theirs.take("report_to"))
-    convert_place(theirs, theirs.take("output_dir"), theirs.take("run_name"))
-    if trainer == "sft" and not theirs.take("packing", False):
-        theirs.put("training.packing", False, "packing is off there; auto packs rows, and is faster")
-    if theirs.take("fp16", False):
-        theirs.leave_out("fp16", True, "float16 needs loss scaling; bfloat16 is taken where the GPU has it")
-    convert_texts(theirs)
-    theirs.drop(REASONS)
-    theirs.finish()
+    convert_arguments(theirs, epochs, optimizer="adamw_torch_fused")
+    packs = trainer != "sft" or bool(theirs.take("packing", False))
+    finish(theirs, packs, REASONS)
 
 
 def find_trainer(values: dict[str, Any]) -> str:
