@@ -154,7 +154,7 @@ def seek_main(file: Path, num_rows: int) -> None:
     from qlora_fsdp.config.schema import DataConfig
     from qlora_fsdp.data.files.position import Position
     from qlora_fsdp.data.read import find_source
-    from qlora_fsdp.data.streams.endless_rows import EndlessRows
+    from qlora_fsdp.data.streams.window_maker import EndlessRows
 
     write_rows(file, SEEK_ROWS, num_rows // SEEK_ROWS)
     source = find_source(str(file), DataConfig())

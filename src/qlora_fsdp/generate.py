@@ -196,8 +196,7 @@ def check_generation(settings: GenerateSettings, task: TaskConfig, others: Seque
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     if settings.prompts is None:
         return [{"prompt": settings.prompt}]
-    from qlora_fsdp.data.parse import check_unicode
-    from qlora_fsdp.data.row import BadRow
+    from qlora_fsdp.data.row import BadRow, check_unicode
 
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(Path(settings.prompts).expanduser().read_bytes().splitlines(), start=1):

@@ -31,14 +31,14 @@ from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.checks.check_data import check_mix_values
 from qlora_fsdp.config.checks.check_model import is_local_path
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings, check_world
+from qlora_fsdp.config.data_sets import all_paths, match, mixed_sets, settings_for
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.reading.commands import sweep_problems
 from qlora_fsdp.config.reading.compose import load_config
-from qlora_fsdp.config.schema import Config, ModelConfig
+from qlora_fsdp.config.schema import SHORTEST, Config, DataConfig, ModelConfig, TrainingConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import AUTO, World, describe_slices, round_default
-from qlora_fsdp.data.expected_tokens import EXAMPLE_SOURCE, expect_tokens
 from qlora_fsdp.memory.answer_slots import plan_answer_slots
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
@@ -67,6 +67,9 @@ LONGEST = "training.max_length=max"  # what is typed to ask for the longest rows
 # by its shape alone, and the end of the run matters only for its duration.
 NEEDS = Needs(plans_only=True, optional=("training.max_steps",))
 USAGE = "qlora-fsdp preflight [hardware=COUNTxGIB|COUNTxNAME] [group=option ...] [setting=value ...]"
+BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
+EXAMPLE = 1e8  # tokens of a run about whose data nothing is known
+EXAMPLE_SOURCE = "an example: "  # where a number of tokens comes from then begins with this
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -315,6 +318,57 @@ def _name(model: ModelConfig) -> str:
     if model.path is not None:
         return model.path
     return f"the {model.config['model_type']} of model.config"
+
+
+def expect_tokens(data: DataConfig, training: TrainingConfig, tokens_a_step: int) -> tuple[float, str]:
+    """Returns the tokens of the run, and where the number comes from.
+
+    Args:
+        data: the files, and what is left out of them.
+        training: how often they are seen.
+        tokens_a_step: what a step of all ranks has room for.
+    """
+    if training.max_steps is not None:
+        return training.max_steps * tokens_a_step, f"training.max_steps={training.max_steps}"
+    if isinstance(data.mix_until, int):
+        return training.num_epochs * data.mix_until, f"data.mix_until={data.mix_until}"
+    names = all_paths(data)
+    missing = [name for name in names if not match(name)]
+    if missing and data.is_default:
+        return (
+            EXAMPLE,
+            f"{EXAMPLE_SOURCE}the run would train on {missing[0]}, the default; data.path= names your own data",
+        )
+    if missing:
+        return EXAMPLE, f"{EXAMPLE_SOURCE}{', '.join(missing)} is not here"
+    if not names:
+        return EXAMPLE, f"{EXAMPLE_SOURCE}set data.path or training.max_steps for your own"
+    num_bytes = _bytes_of_an_epoch(data)
+    fewer = " and ".join(_what_takes_a_part(data))
+    source = f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token{f'; less by {fewer}' if fewer else ''}"
+    return training.num_epochs * (1 - data.eval_fraction) * num_bytes / BYTES_A_TOKEN, source
+
+
+def _bytes_of_an_epoch(data: DataConfig) -> float:
+    """Bytes of the files, those of a mix as often as their rows are repeated, as if all rows had one length."""
+    if not data.mix:
+        return sum(map(_num_bytes, all_paths(data)))
+    weights = {name: own.weight for name, own in mixed_sets(data).items()}
+    of_all = min if data.mix_until == SHORTEST else max
+    return sum(weights.values()) * of_all(_num_bytes(name) / weight for name, weight in weights.items())
+
+
+def _what_takes_a_part(data: DataConfig) -> list[str]:
+    """The settings that leave out some rows of the files."""
+    sets = [settings_for(name, data) for name in data.mix] or [data]
+    has_number, has_slice = any(own.max_rows is not None for own in sets), any("[" in own.split for own in sets)
+    return [*(["data.max_rows"] if has_number else []), *(["data.split"] if has_slice else [])]
+
+
+def _num_bytes(name: str) -> int:
+    paths = match(name)
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp import preflight
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.config.world import World
-from qlora_fsdp.data.expected_tokens import expect_tokens
+from qlora_fsdp.preflight import expect_tokens
 from tests.cli.launch import run_forked
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks

@@ -92,7 +92,7 @@ def read_share(folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
         Meeting.new_port()
         processes = start_processes(60, use_cpu=True).for_thread()
         try:
-            with mock.patch("qlora_fsdp.data.streams.endless_rows.ROWS_A_READER", 7):
+            with mock.patch("qlora_fsdp.data.streams.window_maker.ROWS_A_READER", 7):
                 data = stream([folder / name for name in case["paths"]], processes, **case["more"])
                 found.append(_own_sequences(data, processes.rank, processes.num_ranks))
         except DataError as error:

@@ -12,8 +12,8 @@ import sys
 import torch
 
 from qlora_fsdp.layers.kernels import triton_products
-from qlora_fsdp.layers.quantized.codes import code_values
 from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.stored_weight import code_values
 from tests.helpers.compile_kernel import shared_bytes
 
 SIZES = ("num_rows", "width", "code_stride", "scale_stride", "split", "rank_all")

@@ -12,8 +12,8 @@ import torch
 
 from qlora_fsdp.layers.kernels import triton_transposed_products as transposed
 from qlora_fsdp.layers.kernels.triton_products import lookup
-from qlora_fsdp.layers.quantized.codes import code_values
 from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.stored_weight import code_values
 from tests.helpers.compile_kernel import shared_bytes
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.kernels.triton_products import Tile, products, split_even_odd
-from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_codes
+from qlora_fsdp.layers.quantized.stored_weight import code_books, code_values, weight_codes
 from tests.helpers.quantized import make_quantized
 
 

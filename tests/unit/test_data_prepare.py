@@ -43,11 +43,10 @@ from qlora_fsdp.config.schema import (
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data import shards, tokenize_source
 from qlora_fsdp.data.files import json_list, row_files
-from qlora_fsdp.data.read import find_source, iterate_rows
+from qlora_fsdp.data.read import find_source, iterate_rows, look_for_unused
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import load_tokenizer
-from qlora_fsdp.data.unused_columns import look_for_unused
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 

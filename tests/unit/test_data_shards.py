@@ -23,7 +23,7 @@ from tests.helpers.one_process import one_process
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data import tokenize_source, work_folder, workers
+from qlora_fsdp.data import tokenize_source, workers
 from qlora_fsdp.data.cut import MAY_SPLIT, WITH_BEFORE, CutSettings, FlatRows, cut_rows
 from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, SPLIT, TOO_LONG
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
@@ -185,7 +185,7 @@ def test_a_work_folder_of_somebody_else_is_refused(tmp_path: Path, rows: Path) -
     (entry,) = (path for path in cache.iterdir() if path.is_dir())
     entry.rename(tmp_path / "entry")
     (tmp_path / "elsewhere").mkdir()
-    work_folder.find_work(entry).symlink_to(tmp_path / "elsewhere")
+    tokenize_source.find_work(entry).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="is no folder of this user's: remove it"):
         prepare(rows, cache)
     assert not list((tmp_path / "elsewhere").iterdir())

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qlora_fsdp.config.schema import TaskConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.tasks.causal_lm import CausalLM
-from qlora_fsdp.model.tasks.embedding_noise import EmbeddingNoise, row_lengths
+from qlora_fsdp.model.tasks.causal_lm import CausalLM, EmbeddingNoise, row_lengths
 
 
 def batch() -> Batch:

@@ -21,11 +21,10 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, TaskConfig
 from qlora_fsdp.data.labels import LabelledRowTokenizer
 from qlora_fsdp.data.layouts import read_layout
-from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.read_answers import read_answers
 from qlora_fsdp.data.read_row import read_row
-from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.row import BadRow, parse_row
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 U, A, S = "user", "assistant", "system"

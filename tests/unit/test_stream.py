@@ -38,10 +38,10 @@ from qlora_fsdp.data.chats.told import NO_STOP, THOUGHTS_LEFT_OUT, TOLD
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.data.streams.endless_rows import EndlessRows
 from qlora_fsdp.data.streams.kept_windows import KeptWindows
 from qlora_fsdp.data.streams.share import ShareTable, ToldRows, join_told
 from qlora_fsdp.data.streams.stream import StreamedSequences
+from qlora_fsdp.data.streams.window_maker import EndlessRows
 from qlora_fsdp.data.streams.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.workers import Workers

@@ -9,11 +9,10 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import DataFormat, TaskName
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
 from qlora_fsdp.data.read_answers import read_answers
 from qlora_fsdp.data.read_row import read_row
-from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.row import BadRow, parse_row
 
 ROWS_LOOKED_AT = 100  # the first of them may be bad
 

@@ -23,8 +23,7 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.columns import COMMON_NAMES, rename, show_keys
 from qlora_fsdp.data.guess import names_of, show_columns
-from qlora_fsdp.data.parse import parse_row
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")

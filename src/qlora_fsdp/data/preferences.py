@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.cut import WITH_BEFORE
 from qlora_fsdp.data.format import format_row
-from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read_answers import read_answers, read_margin
-from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, BadRow
+from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, BadRow, parse_row
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row
 
 

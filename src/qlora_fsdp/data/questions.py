@@ -27,7 +27,6 @@ from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.columns import COMMON_NAMES, find_absent, rename, show_keys
 from qlora_fsdp.data.counts import DataReport, ProblemCounter, ReadReport
-from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read import Paths, find_source, iterate_rows, name_setting
 from qlora_fsdp.data.row import (
     EMPTY,
@@ -39,6 +38,7 @@ from qlora_fsdp.data.row import (
     add_system_prompt,
     as_messages,
     check_row,
+    parse_row,
     refuse_turns_as_text,
     type_name,
 )

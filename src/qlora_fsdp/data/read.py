@@ -2,12 +2,15 @@
 
 Raw rows are bytes that nothing has parsed yet (see `row_files`). Arrow's schema inference never sees them, and 5 GB of
 JSONL pass through in constant memory.
+
+The log names the columns that nothing reads, since one of them may be what the user wants the model to see.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -20,9 +23,9 @@ from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.config.data_sets import SUFFIXES, as_paths, hub_split, split_name
-from qlora_fsdp.config.schema import DataConfig, TaskConfig
+from qlora_fsdp.config.schema import DataConfig, DataFormat, TaskConfig
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.columns import NOT_TEXT
+from qlora_fsdp.data.columns import MAX_KEYS, MORE_KEYS, NOT_TEXT, rename
 from qlora_fsdp.data.files.find_files import find_files
 from qlora_fsdp.data.files.position import Position
 from qlora_fsdp.data.files.row_file import RowFile
@@ -39,13 +42,16 @@ from qlora_fsdp.data.files.row_files import (
 )
 from qlora_fsdp.data.files.unpacking import Unpacking
 from qlora_fsdp.data.labels import used_label_columns
-from qlora_fsdp.data.layouts import text_columns
+from qlora_fsdp.data.layouts import OF_CHATS, is_judgement, text_columns
 from qlora_fsdp.data.read_answers import preference_columns
+from qlora_fsdp.data.row import BadRow, parse_row
 
 if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in the cache do not need it
     import datasets
 
 Paths = str | list[str]  # of one data set, as a setting has them
+OF_TEXTS = ("prompt", "completion", "chosen", "rejected")
+FIRST_ROWS = 10  # of a source, that are looked at: `system` may be empty in the very first ones
 
 
 @dataclass(frozen=True)
@@ -244,3 +250,62 @@ def _read_stream(source: Source, hub: datasets.IterableDataset) -> Iterator[Any]
         reason = name_error(error).rstrip(".")
         fix = "If the hub was out of reach, start the same command again."
         raise DataError(f"{source.path} can't be read on: {reason}. {fix}") from error
+
+
+def note_dropped(source: Source, dropped: dict[str, None]) -> Source:
+    """The source, which notes as keys of `dropped` the columns of tables that are not read."""
+
+    def choose(names: Sequence[str]) -> list[str]:
+        chosen = source.choose(names)
+        dropped.update(dict.fromkeys(name for name in names if name not in chosen))
+        return chosen
+
+    return replace(source, choose=choose)
+
+
+def find_unused(
+    rows: Sequence[bytes], source: Source, dropped: Sequence[str], columns: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The columns of a source that are not used.
+
+    Args:
+        rows: its first rows.
+        source: knows which columns rows of this task need.
+        dropped: the columns that were not read.
+        columns: data.columns.
+    """
+    found = dict.fromkeys(dropped)
+    for raw in rows:
+        with suppress(BadRow):
+            found.update(dict.fromkeys(_unused_of(parse_row(raw), source, columns)))
+    unused = list(found)
+    return (*unused[:MAX_KEYS], *(["..."] if len(unused) > MAX_KEYS else []))
+
+
+def _unused_of(row: dict[str, Any], source: Source, columns: Mapping[str, str]) -> list[str]:
+    used = set(source.choose(list(row)))
+    ours = rename(row, columns)
+    if _has_no_conversation(ours, columns):
+        of_messages = {columns.get(key, key) for key in MORE_KEYS[DataFormat.prompt_completion]}
+        used -= {key for key in of_messages if row.get(key)}
+    has_answer = "completion" in ours or "messages" in ours
+    if has_answer and not is_judgement(row.get("label")):
+        used.discard("label")
+    return [key for key in row if key not in used]
+
+
+def _has_no_conversation(ours: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Whether a row, with our names of its columns, is of texts alone, in which nothing of a conversation is read."""
+    are_texts = "prompt" in ours and all(isinstance(ours.get(key, ""), str) for key in OF_TEXTS)
+    return are_texts and not any(key in columns for key in OF_CHATS)
+
+
+def look_for_unused(source: Source, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns of a source that is streamed that are not used.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    dropped: dict[str, None] = {}
+    rows = [raw for _, raw in islice(iterate_rows(note_dropped(source, dropped)), FIRST_ROWS)]
+    return find_unused(rows, source, list(dropped), columns)

@@ -17,9 +17,8 @@ from qlora_fsdp.data.chats.stops import ends_of
 from qlora_fsdp.data.chats.template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, SAME_ROW, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.parse import parse_row
 from qlora_fsdp.data.read_row import read_row
-from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt
+from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt, parse_row
 from qlora_fsdp.data.tokenizer import begin_tokens, blaming_tokenizer, encode
 
 Tokens = NDArray[np.int32]

@@ -1,14 +1,20 @@
 """One source of rows, tokenized into the cache by one process per node, and loaded from there by every rank.
 
 Rows are copied, those to use are chosen, tokenized shard by shard, and the shards become one entry of the cache. All
-that happens in a work folder beside the entry. Whoever starts again finds there what was done before.
+that happens in a work folder beside the entry, which is closed to others. It stays when the process ends early: whoever
+starts again goes on in it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import stat
+import time
 from collections.abc import Sequence, Sized
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -18,12 +24,20 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.compute as pc
 from filelock import FileLock
+from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.files import remove
-from qlora_fsdp.common.foreign_files import check_owner, close_to_others, find_cache, lock_mode, open_cache
+from qlora_fsdp.common.files import remove, write_json
+from qlora_fsdp.common.foreign_files import (
+    check_owner,
+    close_to_others,
+    find_cache,
+    lock_mode,
+    open_cache,
+    read_json_object,
+)
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
@@ -36,15 +50,23 @@ from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_order import check_label_order
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, label_width
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
-from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
+from qlora_fsdp.data.read import (
+    FIRST_ROWS,
+    Paths,
+    Source,
+    find_source,
+    find_unused,
+    name_setting,
+    note_dropped,
+    open_rows,
+    read_rows,
+)
 from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenized_rows import check_token_ids, explain_unlearnable
 from qlora_fsdp.data.tokenizer import with_template
-from qlora_fsdp.data.unused_columns import FIRST_ROWS, find_unused, note_dropped
-from qlora_fsdp.data.work_folder import RAW, TokenizingPlan, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import Tokenize, num_cores
 
 if TYPE_CHECKING:
@@ -58,6 +80,11 @@ BYTES_A_PROCESS = 4 * 2**20
 # Of rows that may not be split, this many tokens are kept whatever training.max_length is, so that runs with other
 # lengths find them. Where that is more, the next power of two.
 KEPT_TOKENS = 2**17
+RAW = "raw.arrow"
+PLAN = "plan.json"
+MAX_PLAN_BYTES = 2**20
+SECONDS_KEPT = 7 * 24 * 3600.0  # what nobody has gone on with
+LEFTOVER = re.compile(r"\.[0-9a-f]{32}\..*(parts|tmp)")  # also of versions that went on with nothing
 
 
 def tokenize_source(path: Paths, spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -343,3 +370,63 @@ class ReadingBar:
         if self._stream is None or self._stream.closed:
             return self._ends[self._file]
         return min(before + self._stream.tell(), self._ends[self._file])
+
+
+@dataclass(frozen=True)
+class TokenizingPlan:
+    """The rows that are tokenized, and how.
+
+    Attributes:
+        rows: int64 [num_rows], the rows that are used, by their number among the raw rows.
+        bounds: int64 [num_shards + 1], where shards begin among them (see `shards`).
+        read: what is known of the rows so far.
+    """
+
+    rows: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    read: ReadReport
+
+    def save(self, work: Path) -> None:
+        """Writes it; the last file says that it is whole."""
+        np.save(work / "rows.npy", self.rows)
+        np.save(work / "bounds.npy", self.bounds)
+        write_json(work / PLAN, self.read.to_json())
+
+    @classmethod
+    def load(cls, work: Path) -> TokenizingPlan | None:
+        """Load what `save` has written; None if nothing whole is there."""
+        try:
+            read = ReadReport.from_json(read_json_object(work / PLAN, MAX_PLAN_BYTES))
+            return cls(np.load(work / "rows.npy"), np.load(work / "bounds.npy"), read)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def find_work(entry: Path) -> Path:
+    """Where this user makes an entry."""
+    return entry.parent / f".{entry.name}.{os.geteuid()}.parts"
+
+
+def open_work(entry: Path) -> Path:
+    """Makes the folder, or finds it as it was left. Nobody else may be making the entry now.
+
+    Raises:
+        OSError: it can't be made, or somebody else has put something there.
+    """
+    work = find_work(entry)
+    with suppress(FileExistsError):
+        work.mkdir(mode=0o700)
+    found = work.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{work} is no folder of this user's: remove it")
+    return work
+
+
+def remove_abandoned(cache: Path) -> None:
+    """Removes the work folders of this user's with which nobody has gone on for a week."""
+    for path in cache.iterdir():
+        with suppress(OSError):
+            found = path.lstat()
+            is_old = time.time() - found.st_mtime > SECONDS_KEPT
+            if LEFTOVER.fullmatch(path.name) and is_old and found.st_uid == os.geteuid():
+                remove(path)

@@ -34,10 +34,10 @@ from qlora_fsdp.layers.experts.forward import ExpertLora, expert_weight_names
 from qlora_fsdp.layers.kernels.launch import has_tensor_cores
 from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraLinear, LoraPart, OutputsOfInput, active_part
 from qlora_fsdp.layers.mlp import GatedMlp
-from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_codes
 from qlora_fsdp.layers.quantized.format import dynamic_map
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear, own_rows, unflatten
 from qlora_fsdp.layers.quantized.matmul import Addend
+from qlora_fsdp.layers.quantized.stored_weight import code_books, code_values, weight_codes
 from qlora_fsdp.runtime.rows import gather_columns, gather_whole, local_tensor, shard_group
 
 if TYPE_CHECKING:

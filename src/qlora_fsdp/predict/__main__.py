@@ -184,9 +184,8 @@ def read_asked_rows(data: DataConfig, task: TaskConfig) -> tuple[Rows, str]:
     Raises:
         DataError: there is none, or one is no JSON object.
     """
-    from qlora_fsdp.data.parse import parse_row
     from qlora_fsdp.data.read import find_source, iterate_rows
-    from qlora_fsdp.data.row import BadRow
+    from qlora_fsdp.data.row import BadRow, parse_row
 
     source = replace(find_source(data.path, data, task), choose=list)
     digest = hashlib.sha256()

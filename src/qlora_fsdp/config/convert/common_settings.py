@@ -89,7 +89,7 @@ def convert_names(theirs: TheirSettings, more: Mapping[str, str]) -> None:
         "resume_from_checkpoint": "checkpoint.resume",
         "hub_model_id": "hub.repo",
     }
-    theirs.rename(names | more)
+    theirs.rename({**names, **more})
     if theirs.take("push_to_hub", False):
         theirs.put("hub.push", True)
 

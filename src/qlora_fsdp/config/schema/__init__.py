@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qlora_fsdp.config.schema.clusters import KubernetesConfig, KubernetesKind, SkypilotConfig
 from qlora_fsdp.config.schema.data import (
     CHAT_TEMPLATES,
     DEFAULT_CACHE_FOLDER,
@@ -52,10 +51,13 @@ from qlora_fsdp.config.schema.sharding import (
     FsdpConfig,
     Kernel,
     KernelsConfig,
+    KubernetesConfig,
+    KubernetesKind,
     LaunchConfig,
     MatmulKind,
     MemoryConfig,
     ShardingStrategy,
+    SkypilotConfig,
     SlurmConfig,
 )
 from qlora_fsdp.config.schema.task import (

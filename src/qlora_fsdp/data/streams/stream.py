@@ -25,7 +25,7 @@ from qlora_fsdp.config.schema import BadRows, DataConfig, Thoughts
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.notes import note_mistakes
-from qlora_fsdp.data.read import Source, find_source, training_paths
+from qlora_fsdp.data.read import Source, find_source, look_for_unused, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out
 from qlora_fsdp.data.sequences import NO_LABELS, Indices, Sequences, SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
@@ -35,7 +35,6 @@ from qlora_fsdp.data.streams.windows import Place, Window, find_place, note_plac
 from qlora_fsdp.data.together import check_same_counts, check_same_files, failing_together
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, text_tokenizer
-from qlora_fsdp.data.unused_columns import look_for_unused
 from qlora_fsdp.data.workers import Workers, num_cores
 from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes

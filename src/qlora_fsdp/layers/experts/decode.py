@@ -28,7 +28,7 @@ from qlora_fsdp.layers.experts.forward import Experts, experts_forward, spread_w
 from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.experts.row_order import RowOrder, activate, combine, gather, sort_rows
 from qlora_fsdp.layers.kernels.launch import has_tensor_cores
-from qlora_fsdp.layers.quantized.codes import code_books, code_values, weight_codes
+from qlora_fsdp.layers.quantized.stored_weight import code_books, code_values, weight_codes
 
 if TYPE_CHECKING:
     from qlora_fsdp.layers.kernels.triton_products import Tile
