@@ -170,9 +170,9 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
         from qlora_fsdp.data.sequences import SequenceSettings
         from qlora_fsdp.data.split import BatchSplit
         from qlora_fsdp.inference.trained import load_trained
-        from qlora_fsdp.training.answers.answer_queue import RewardedAnswers
         from qlora_fsdp.training.answers.evaluate import evaluate_answers
         from qlora_fsdp.training.answers.reward_models import RewardModels
+        from qlora_fsdp.training.answers.rewarded import RewardedAnswers
         from qlora_fsdp.training.answers.rollouts import Rollouts
 
     trained = load_trained(config, settings, processes, generates=True)

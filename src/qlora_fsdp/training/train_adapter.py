@@ -18,15 +18,18 @@ from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.data.sequences import SequenceSettings
 from qlora_fsdp.model.adapters.write_adapter import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.model.tasks.policy_lm import PolicyLM
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import CHECKPOINTS, checkpoint_folders, step_of
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training.answers.answer_queue import AnswerQueue, RewardedAnswers
+from qlora_fsdp.training.answers.answer_queue import AnswerQueue
 from qlora_fsdp.training.answers.evaluate import RewardEvaluation
+from qlora_fsdp.training.answers.from_rewards import FromRewards
 from qlora_fsdp.training.answers.reward_models import RewardModels
+from qlora_fsdp.training.answers.rewarded import RewardedAnswers
 from qlora_fsdp.training.answers.rollouts import Rollouts
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
@@ -172,8 +175,9 @@ def _start_answers(
         base = str(spec.recorded["model.path"])
         models = RewardModels(spec.reward.models, prepared.assembled, base, layout, prepared.split, processes)
     rewarded = RewardedAnswers(rollouts, spec.reward, prepared.split.num_steps, processes, models)
-    deterministic = spec.steps.deterministic
-    queue = AnswerQueue(runner, batches, rewarded, task.grpo, layout, deterministic, recorder, journal)
+    assert isinstance(prepared.model, PolicyLM)
+    lesson = FromRewards(prepared.model, rewarded, task.grpo, spec.steps.deterministic)
+    queue = AnswerQueue(runner, batches, rewarded, lesson, layout, recorder, journal)
     return queue, RewardEvaluation(prepared.data.eval, spec.steps.eval_every_steps, rewarded, journal, saver)
 
 

@@ -12,7 +12,7 @@ from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.training.answers.advantages import pass_rates
-from qlora_fsdp.training.answers.answer_queue import RewardedAnswers
+from qlora_fsdp.training.answers.rewarded import RewardedAnswers
 from qlora_fsdp.training.answers.rollouts import HELD_OUT
 from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.evaluate import EvaluationResult
@@ -33,8 +33,6 @@ def evaluate_answers(rewarded: RewardedAnswers, prompts: Sequences) -> dict[str,
     num_generations = rewarded.rollouts.settings.used_num_generations_eval
     answered = rewarded.answer(questions, num_generations, HELD_OUT)
     figures = rewarded.figures(answered)
-    if num_generations == 1:
-        del figures["frac_reward_zero_std"]
     deciding = answered.rewarding.by_function[:, 0]
     figures |= pass_rates(deciding, num_generations, rewarded.settings.pass_threshold)
     return {name: value for name, value in figures.items() if np.isfinite(value)}
