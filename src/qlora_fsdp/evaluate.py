@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 USAGE = """
 Loss and perplexity of a model on data of yours, or its scores on lm-eval's tasks, with an adapter or without. Of
-task=grpo: what answers to prompts are rewarded with, and how many pass. Several processes share model and data.
+task=grpo: what answers to prompts are rewarded with, and how many pass; of task=distill how far they are from what the
+teacher would write. Several processes share model and data.
 
 usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
        qlora-fsdp evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
@@ -39,8 +40,9 @@ usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
   out=FILE.json   write the figures there too
   other_base=true use the adapter on a base with other weights than those that it was trained on (default: false)
 
-Rewards of answers that the model writes, with an adapter of task=grpo, or with task=grpo typed:
-  reward.functions=[...]   as for training, to be typed again; rollout.* too, such as rollout.num_generations_eval=8
+Answers that the model writes, with an adapter of task=grpo or task=distill, or with one of these typed:
+  reward.functions=[...]   as for training, to be typed again; rollout.* too, such as rollout.num_generations_eval=8,
+                           and of task=distill distill.*
 
 Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as there:
   tasks=NAMES     tasks, groups, tags, or YAML files of your own, with commas between
@@ -163,6 +165,7 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
 
     Raises:
         ConfigError: this model can't write answers here.
+        AdapterError: the adapter that teaches, or one that rewards, can't be used here.
         RewardError: a function can't be used, or has failed.
     """
     with quick_imports():
@@ -170,7 +173,9 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
         from qlora_fsdp.data.sequences import SequenceSettings
         from qlora_fsdp.data.split import BatchSplit
         from qlora_fsdp.inference.trained import load_trained
+        from qlora_fsdp.model.tasks.distill_lm import DistillLM
         from qlora_fsdp.training.answers.evaluate import evaluate_answers
+        from qlora_fsdp.training.answers.from_teacher import FromTeacher, put_teacher_in
         from qlora_fsdp.training.answers.reward_models import RewardModels
         from qlora_fsdp.training.answers.rewarded import RewardedAnswers
         from qlora_fsdp.training.answers.rollouts import Rollouts
@@ -185,14 +190,19 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
     started = time.perf_counter()
     trusted = config.model.trust_remote_code
     rollouts = Rollouts(trained.model, config.rollout, trained.tokenizer, config.training.seed, processes, trusted)
+    layout = SequenceSettings.of(replace(spec, packs_rows=False), trained.tokenizer)
+    split = BatchSplit(1, processes.num_ranks, 1, 1, 1)
     models = None
     if config.reward.models:
-        layout = SequenceSettings.of(replace(spec, packs_rows=False), trained.tokenizer)
-        split = BatchSplit(1, processes.num_ranks, 1, 1, 1)
         models = RewardModels(config.reward.models, trained, str(config.model.path), layout, split, processes)
+    teaching = None
+    if isinstance(trained.model, DistillLM):
+        put_teacher_in(trained, config.distill, str(config.model.path), processes)
+        seed = config.training.seed
+        teaching = FromTeacher(trained.model, config.distill, layout, split, seed, processes, False)
     rewarded = RewardedAnswers(rollouts, config.reward, 0, processes, models)
     try:
-        found = evaluate_answers(rewarded, data.train)
+        found = evaluate_answers(rewarded, data.train, teaching)
     finally:
         rewarded.close()
     seconds = round(time.perf_counter() - started, 2)

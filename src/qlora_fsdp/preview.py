@@ -25,7 +25,7 @@ from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import is_whole, plural, printable, shorten
 from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.reading.commands import WITHOUT_TRAINING, CommandSettings
-from qlora_fsdp.config.schema import Config, ModelConfig, RewardConfig, RolloutConfig
+from qlora_fsdp.config.schema import Config, ModelConfig, RewardConfig, RolloutConfig, TaskName
 from qlora_fsdp.config.specs import DataSpec, StepSpec
 from qlora_fsdp.config.world import describe_slices
 from qlora_fsdp.runtime.run_command import run_command, tell_next
@@ -81,7 +81,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     if settings.color not in ("auto", "always", "never"):
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     if settings.reference is not None and not config.task.writes_answers:
-        reason = "has no effect: answers are rewarded with task=grpo alone."
+        reason = "has no effect: answers are rewarded with task=grpo or task=distill alone."
         problems.append(Problem(f"reference={settings.reference}", reason, "Leave it out."))
     refuse(problems)
     with quick_imports():
@@ -116,7 +116,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     row_word = "used row" if any(bad.num_kept < bad.num_rows for bad in bad_rows) else "row"
     rows = _rows(data.train, tokenizer, settings, spec, colored, row_word)
     if spec.task.writes_answers:
-        rows = _prompts(data.train, tokenizer, settings, config.reward, config.rollout)
+        rows = _prompts(data.train, tokenizer, settings, config.reward, config.rollout, config.task.name)
     shown: tuple[Iterable[str], ...] = (
         rows,
         _figures(data, spec, config.distributed.num_slices, is_unpacked),
@@ -174,6 +174,7 @@ def _prompts(
     settings: PreviewSettings,
     reward: RewardConfig,
     rollout: RolloutConfig,
+    task: TaskName,
 ) -> Iterator[str]:
     """Prompts as the model gets them, their columns, and what functions give the answers that a column holds.
 
@@ -190,6 +191,14 @@ def _prompts(
         yield _mark(str(tokenizer.decode(question.tokens)), False, False)
         for name, value in question.columns.items():
             yield printable(f"{name}: {value}")
+        if question.teacher_tokens not in ([], question.tokens):
+            yield printable(f"--- the teacher's prompt of {len(question.teacher_tokens)} tokens")
+            yield _mark(str(tokenizer.decode(question.teacher_tokens)), False, False)
+        if question.given is not None:
+            yield printable(f"--- the answer in the data, of {len(question.given)} tokens")
+            yield _mark(str(tokenizer.decode(question.given)), True, False)
+    if not reward.functions and task is TaskName.distill:
+        return
     if not reward.functions:
         yield "--- No rewards are shown: reward.functions names no function."
         return

@@ -23,6 +23,7 @@ from qlora_fsdp.config.schema import (
     ComputeConfig,
     Config,
     DataConfig,
+    DistillConfig,
     FsdpConfig,
     GrpoConfig,
     KernelsConfig,
@@ -53,17 +54,19 @@ class TaskSpec:
         preference: the loss of task=preference.
         grpo: the loss of task=grpo.
         rollout: how its answers are written.
+        distill: the teacher and the loss of task=distill.
     """
 
     settings: TaskConfig = field(default_factory=TaskConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     @classmethod
     def of(cls, config: Config) -> TaskSpec:
         """The task of a run or of a command."""
-        return cls(config.task, config.preference, config.grpo, config.rollout)
+        return cls(config.task, config.preference, config.grpo, config.rollout, config.distill)
 
     @property
     def name(self) -> TaskName:
@@ -107,8 +110,11 @@ class TaskSpec:
         """Forward passes of a micro-batch without a gradient, besides the one that is trained on.
 
         The reference's, unless it is precomputed; and KTO's of mismatched answers, by the model and by the reference.
-        Of answers that the model has written itself, its own before the first step on them, and the reference's.
+        Of answers that the model has written itself, its own before the first step on them, and the reference's; or the
+        teacher's.
         """
+        if self.name is TaskName.distill:
+            return 1
         if self.writes_answers:
             return int(self.grpo.needs_old_log_probs) + int(self.grpo.beta > 0)
         if self.name is not TaskName.preference:

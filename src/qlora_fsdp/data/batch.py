@@ -50,6 +50,30 @@ class Rewarded:
 
 
 @dataclass(frozen=True)
+class Taught:
+    """What a loss knows of answers whose T tokens a teacher scores.
+
+    Attributes:
+        positions: int64 [T], where each token is predicted among the B x L tokens of the batch.
+        sampled: float32 [T], the log-probability that each was drawn with; NaN of answers from the data.
+        asked: the same answers after the teacher's prompts, with `label_positions` [T], of the same tokens in the same
+            order; None: the teacher's prompts are those of the batch.
+        hidden: [T, D], what the head gets of the teacher for each; None: not computed yet.
+    """
+
+    positions: torch.Tensor
+    sampled: torch.Tensor
+    asked: Batch | None = None
+    hidden: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Taught:
+        """The same with what a function makes of each tensor."""
+        asked = None if self.asked is None else self.asked.map(function)
+        hidden = None if self.hidden is None else function(self.hidden)
+        return Taught(function(self.positions), function(self.sampled), asked, hidden)
+
+
+@dataclass(frozen=True)
 class Batch:
     """A micro-batch of B sequences of L tokens, or a slice of each, with L tokens in it and the starts of all rows.
 
@@ -75,7 +99,8 @@ class Batch:
             training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,
             or the loss needs none.
         num_slices: slices of a sequence; 1: sequences are whole.
-        rewarded: what is known of answers that the model has written; None of other rows.
+        rewarded: what is known of answers that are rewarded; None of other rows.
+        taught: what is known of answers that a teacher scores; None of other rows.
     """
 
     input_ids: torch.Tensor
@@ -96,6 +121,7 @@ class Batch:
     reference: torch.Tensor | None = None
     num_slices: int = 1
     rewarded: Rewarded | None = None
+    taught: Taught | None = None
 
     @property
     def whole_length(self) -> int:
@@ -112,20 +138,23 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`. The host does not wait for the copy if they are pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Copies the tensors to page-locked memory."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.map(torch.Tensor.pin_memory)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The same with what a function makes of each tensor."""
         tensors: dict[str, Any] = {
             name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         if self.rewarded is not None:
             tensors["rewarded"] = self.rewarded.map(function)
         if self.mismatched is not None:
-            tensors["mismatched"] = self.mismatched._map(function)
+            tensors["mismatched"] = self.mismatched.map(function)
+        if self.taught is not None:
+            tensors["taught"] = self.taught.map(function)
         return replace(self, **tensors)
 
     def slice(self, index: int, num_slices: int) -> Batch:

@@ -2,15 +2,16 @@
 
 A row is {"prompt": ...}, text or a list of messages, which may have `tools` and `system`. Text goes to the model as it
 is, after what the tokenizer puts before a text. Messages are written by the chat template, with the beginning of an
-answer. All columns stay with the prompt. Rows are read when a run starts and kept in memory: they are thousands, where
-texts to train on are millions.
+answer. All columns stay with the prompt. A teacher may get another prompt (distill.teacher_prompt), and a row may have
+an answer (`completion`), tokenized as one to train on would be. Rows are read when a run starts and kept in memory:
+they are thousands, where texts to train on are millions.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -21,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import settings_for_evaluation
-from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat
-from qlora_fsdp.config.specs import DataSpec
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, TaskName
+from qlora_fsdp.config.specs import DataSpec, TaskSpec
 from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.columns import COMMON_NAMES, find_absent, rename, show_keys
@@ -45,10 +46,12 @@ from qlora_fsdp.data.row import (
 from qlora_fsdp.data.run_data import PreparedData
 from qlora_fsdp.data.sequences import NO_LABELS, Indices, Sequences
 from qlora_fsdp.data.together import check_same_counts, failing_together
-from qlora_fsdp.data.tokenize import TokenRow
+from qlora_fsdp.data.tokenize import RowTokenizer, TokenRow
 from qlora_fsdp.data.tokenized_rows import check_token_ids
 from qlora_fsdp.data.tokenizer import begin_tokens, encode, with_template
 from qlora_fsdp.runtime.processes import Processes
+
+COMPLETION = "completion"  # the column of an answer in the data
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,16 @@ class Question:
         prompt: as functions get it: text, or a list of messages.
         columns: the other columns, by their names in the data.
         place: where the row is, such as `sums.jsonl:3`.
+        teacher_tokens: what a teacher goes on from.
+        given: the tokens of the answer in the data; None where no step is on it.
     """
 
     tokens: list[int]
     prompt: Any
     columns: dict[str, Any]
     place: str
+    teacher_tokens: list[int] = field(default_factory=list)
+    given: list[int] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -183,9 +190,13 @@ def _read(
     for place, raw in iterate_rows(source):
         num_rows += 1
         try:
-            question = _read_question(raw, place, data, tokenizer)
-            if len(question.tokens) > room:
-                length = f"{len(question.tokens)} tokens, and rollout.max_completion_length leaves {room} to prompts"
+            row = parse_row(raw)
+            question = _read_question(row, place, data, tokenizer)
+            if spec.task.name is TaskName.distill:
+                question = _with_teacher(question, row, data, spec.task, tokenizer)
+            longest = max(len(question.tokens), len(question.teacher_tokens))
+            if longest > room:
+                length = f"{longest} tokens, and rollout.max_completion_length leaves {room} to prompts"
                 raise BadRow(TOO_LONG, length)
             found.append(question)
         except BadRow as bad:
@@ -209,13 +220,72 @@ def _read(
     return found, report
 
 
-def _read_question(raw: bytes, place: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Question:
+def _with_teacher(
+    question: Question,
+    row: dict[str, Any],
+    data: DataConfig,
+    task: TaskSpec,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Question:
+    """The question with the teacher's prompt, and with the row's answer where steps are on such.
+
+    Raises:
+        BadRow: the row lacks one of the two, or it can't be used.
+    """
+    settings = task.distill
+    column = settings.teacher_prompt
+    own = dict(row)
+    if column is not None and column not in row:
+        raise BadRow(WRONG_KEYS, f"no {column}, which distill.teacher_prompt names; keys are {show_keys(row)}")
+    if settings.teacher_system_prompt is not None:
+        data = replace(data, system_prompt=settings.teacher_system_prompt)
+    if column is not None:
+        own[data.columns.get("prompt", "prompt")] = row[column]
+    asked = _read_question(own, question.place, data, tokenizer)
+    if settings.teacher_system_prompt is not None and not asked.is_chat:
+        raise BadRow(WRONG_TYPES, "the prompt is text, which distill.teacher_system_prompt can't stand before")
+    given = None
+    if settings.lmbda < 1:
+        given = _given_tokens(question, row, data, task, tokenizer)
+    return replace(question, teacher_tokens=asked.tokens, given=given)
+
+
+def _given_tokens(
+    question: Question,
+    row: dict[str, Any],
+    data: DataConfig,
+    task: TaskSpec,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[int]:
+    """The tokens of the answer that a row has: those that supervised fine-tuning would train on.
+
+    Raises:
+        BadRow: it has none, or one that is too long or can't be used.
+    """
+    if COMPLETION not in row:
+        raise BadRow(WRONG_KEYS, f"no {COMPLETION}, which distill.lmbda={task.distill.lmbda:g} asks for")
+    most = task.rollout.max_completion_length
+    answer = row[COMPLETION]
+    if question.is_chat and isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    answered = {"prompt": question.prompt, COMPLETION: answer, "tools": row.get("tools")}
+    named = {key: value for key, value in answered.items() if value is not None}
+    read = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 2**31, BadRows.skip, thoughts=data.thoughts)
+    found = read.whole({"place": [question.place], "row": [json.dumps(named).encode()]})
+    if found["problem"][0]:
+        raise BadRow(found["problem"][0], found["detail"][0])
+    tokens: list[int] = found["tokens"][0][found["is_target"][0]].tolist()
+    if len(tokens) > most:
+        raise BadRow(TOO_LONG, f"an answer of {len(tokens)} tokens, and rollout.max_completion_length is {most}")
+    return tokens
+
+
+def _read_question(row: dict[str, Any], place: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Question:
     """A row as a question.
 
     Raises:
         BadRow: it can't be used.
     """
-    row = parse_row(raw)
     columns = {key: value for key, value in row.items() if key not in ("prompt", data.columns.get("prompt"))}
     absent = find_absent(row, data.columns)
     if absent:

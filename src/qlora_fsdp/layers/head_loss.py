@@ -23,6 +23,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX, loss_chunk
 from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.divergence import FrozenHeadDivergence
 from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
 from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
@@ -113,10 +114,7 @@ class HeadLoss:
         """The loss of each token, [B * L], or of Liger's kernel the sum of all; with entropies [2, B * L]."""
         wants_entropy = reduction == "with_entropy"
         if self.is_frozen_linear:
-            weight = self.whole_weight
-            if weight is None:
-                weight = _gather_weight(self.head, hidden.device)
-            bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
+            weight, bias = self._frozen_weights(hidden.device)
             if self.new_rows is None and self.kernel == "liger":
                 assert reduction == "sum" and smoothing == 0.0
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
@@ -136,6 +134,37 @@ class HeadLoss:
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
         ]
         return torch.cat(losses, -1)
+
+    def _frozen_weights(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """The whole weight and bias of a frozen linear head."""
+        weight = self.whole_weight
+        if weight is None:
+            weight = _gather_weight(self.head, device)
+        bias = None if self.head.bias is None else gather_whole(self.head.bias, device)
+        return weight, bias
+
+    def divergences(self, hidden_ND: Tensor, teacher_ND: Tensor, targets_N: Tensor, beta: float) -> Tensor:
+        """How far what is predicted for each token is from what a teacher with the same, frozen head predicts.
+
+        Args:
+            hidden_ND: final hidden states in the compute dtype.
+            teacher_ND: the teacher's, for the same tokens.
+            targets_N: int64, the tokens.
+            beta: of the generalized divergence of Jensen and Shannon (arXiv:2306.13649, equation 1): 0 is the KL of the
+                teacher from the model, 1 that of the model from the teacher.
+
+        Returns:
+            float32 [4, N]: divergences in nats; and, without gradient, entropies of what the model predicts, and the
+            log-probabilities of the targets under the model and under the teacher.
+        """
+        weight, bias = self._frozen_weights(hidden_ND.device)
+        if self.factor != 1.0:
+            hidden_ND = hidden_ND * self.factor
+            teacher_ND = teacher_ND * self.factor
+        found = FrozenHeadDivergence.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, teacher_ND, weight, bias, targets_N, self.softcap, beta, loss_chunk(self.vocab_size)
+        )
+        return torch.stack(found)
 
     def _chunk_losses(self, hidden: Tensor, targets: Tensor, wants_entropy: bool, smoothing: float) -> Tensor:
         logits = LogitTransform(cap=self.softcap)(self.logits(hidden).float())

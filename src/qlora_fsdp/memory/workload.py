@@ -244,7 +244,7 @@ def why_not_captured(
     if modules.num_slices > 1:
         return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"
     if modules.task.writes_answers:
-        return "answers that the model writes itself were not tried in it (task=grpo)"
+        return "answers that the model writes itself were not tried in it"
     if cpu_offload or any(policy.offloads for policy in policies):
         return "what comes from host memory can't be part of it"
     if modules.kernels.cross_entropy is Kernel.liger:

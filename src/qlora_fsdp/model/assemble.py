@@ -33,6 +33,7 @@ from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.settle import ModelSpec
 from qlora_fsdp.model.tasks.causal_lm import CausalLM, RouterLoss, describe_router_loss
 from qlora_fsdp.model.tasks.classifier import Classifier, RewardModel
+from qlora_fsdp.model.tasks.distill_lm import DistillLM
 from qlora_fsdp.model.tasks.policy_lm import PolicyLM
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.task_model import TaskModel
@@ -212,6 +213,8 @@ def adapt_model(
             return PreferenceLM(adapted, task.preference, loss_kernel, transform)
         case TaskName.grpo:
             return PolicyLM(adapted, task.grpo, task.rollout, loss_kernel, transform)
+        case TaskName.distill:
+            return DistillLM(adapted, task.distill, task.rollout, transform)
         case TaskName.reward:
             return RewardModel(adapted)
         case TaskName.sequence_classification | TaskName.token_classification:

@@ -62,6 +62,7 @@ AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.preference: AutoModelForCausalLM,
     TaskName.grpo: AutoModelForCausalLM,
+    TaskName.distill: AutoModelForCausalLM,
     TaskName.reward: AutoModelForSequenceClassification,
     TaskName.sequence_classification: AutoModelForSequenceClassification,
     TaskName.token_classification: AutoModelForTokenClassification,

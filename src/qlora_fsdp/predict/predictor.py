@@ -90,7 +90,7 @@ class Predictor:
                     return self._encode_words(self._renamed(row))
                 case TaskName.reward:
                     return self._encode_answers(row)
-                case TaskName.causal_lm | TaskName.preference | TaskName.grpo:
+                case TaskName.causal_lm | TaskName.preference | TaskName.grpo | TaskName.distill:
                     raise AssertionError("a model that writes text has no head for predictions")
                 case _:
                     assert_never(self.task.name)

@@ -169,7 +169,7 @@ def next_commands(run: RunFiles) -> list[str]:
         ended_early = run.state.status in ENDED_EARLY
         return [str(command)] if command and ended_early else []
     settings = run.settings
-    is_causal = settings.get("task.name", "causal_lm") in ("causal_lm", "preference", "grpo")
+    is_causal = settings.get("task.name", "causal_lm") in ("causal_lm", "preference", "grpo", "distill")
     is_random = settings.get("model.weights") == "random"
     trusts_code = settings.get("model.trust_remote_code") is True
     return commands_for(adapter, is_causal, is_random, trusts_code)

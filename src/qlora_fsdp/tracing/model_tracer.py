@@ -24,7 +24,7 @@ from qlora_fsdp.common.model_figures import head_sizes
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig, TaskName
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
-from qlora_fsdp.data.batch import Batch, Rewarded
+from qlora_fsdp.data.batch import Batch, Rewarded, Taught
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
@@ -154,7 +154,7 @@ class ModelTracer:
         key = _trace_key(modules, batch)
         if key not in self._traces:
             built = self._built(modules)
-            on_meta = batch_on_meta(batch, num_learned_positions(built.model))
+            on_meta = batch_on_meta(batch, num_learned_positions(built.model), built.model)
             with _explained():
                 computing = self.computing
                 self._traces[key] = Trace(built.model, on_meta, computing.is_cuda, computing.liger_kernels)
@@ -326,12 +326,13 @@ def _names_a_layer(modules: ModuleSpec) -> bool:
     return False
 
 
-def batch_on_meta(spec: BatchSpec, num_positions: int | None = None) -> Batch:
+def batch_on_meta(spec: BatchSpec, num_positions: int | None = None, model: TaskModel | None = None) -> Batch:
     """A rank's largest micro-batch, on meta. Each sequence has two rows, or one where rows are padded.
 
     Args:
         spec: its size and the lengths of its sequences.
         num_positions: those that the model has embeddings for, if it has such a table. No row is longer.
+        model: whose head says the size of hidden states, where a teacher's are part of the batch.
     """
     task = spec.task
     size = spec.size
@@ -361,6 +362,14 @@ def batch_on_meta(spec: BatchSpec, num_positions: int | None = None) -> Batch:
             before = values if task.grpo.beta > 0 else None
             advantages = torch.empty(num_rows, device="meta")
             return replace(batch, rewarded=Rewarded(advantages, values, values, old, before))
+        case TaskName.distill:
+            # The batch has the teacher's hidden states. The pass that computes them keeps nothing and takes less.
+            assert model is not None
+            positions = torch.empty(size * length, dtype=torch.int64, device="meta")
+            hidden_size = cast(nn.Linear, model.head).in_features
+            hidden = torch.empty(size * length, hidden_size, dtype=model.base.dtype, device="meta")
+            sampled = torch.empty(size * length, device="meta")
+            return replace(batch, label_positions=positions, taught=Taught(positions, sampled, hidden=hidden))
         case TaskName.reward:
             return replace(batch, num_answers=size, margins=torch.empty(size // 2, device="meta"))
         case TaskName.sequence_classification:

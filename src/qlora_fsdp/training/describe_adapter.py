@@ -94,6 +94,8 @@ def _name_loss(task: TaskSpec) -> str:
         return f"{task.preference.loss.value} loss per {unit} of answers"
     if task.name is TaskName.reward:
         return "loss per pair of answers"
+    if task.name is TaskName.distill:
+        return "divergence from the teacher per token"
     if task.writes_answers:
         return f"{task.grpo.loss_type.value} loss per answer"
     return "loss per label" if task.has_labels else CardFacts.loss

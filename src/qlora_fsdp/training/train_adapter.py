@@ -18,6 +18,7 @@ from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.data.sequences import SequenceSettings
 from qlora_fsdp.model.adapters.write_adapter import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.model.tasks.distill_lm import DistillLM
 from qlora_fsdp.model.tasks.policy_lm import PolicyLM
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import writing
@@ -25,9 +26,10 @@ from qlora_fsdp.records.run_state import CHECKPOINTS, checkpoint_folders, step_o
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training.answers.answer_queue import AnswerQueue
-from qlora_fsdp.training.answers.evaluate import RewardEvaluation
+from qlora_fsdp.training.answers.answer_queue import AnswerQueue, Lesson
+from qlora_fsdp.training.answers.evaluate import AnswerEvaluation
 from qlora_fsdp.training.answers.from_rewards import FromRewards
+from qlora_fsdp.training.answers.from_teacher import FromTeacher, put_teacher_in
 from qlora_fsdp.training.answers.reward_models import RewardModels
 from qlora_fsdp.training.answers.rewarded import RewardedAnswers
 from qlora_fsdp.training.answers.rollouts import Rollouts
@@ -157,11 +159,12 @@ def _start_answers(
     recorder: StepRecorder,
     journal: Journal,
     saver: Saver,
-) -> tuple[AnswerQueue, RewardEvaluation]:
+) -> tuple[AnswerQueue, AnswerEvaluation]:
     """What has the model's own answers written and rewarded, for steps and for evaluations. Collective.
 
     Raises:
         ConfigError: this model can't write answers here.
+        AdapterError: the adapter that teaches, or one that rewards, can't be used here.
         RewardError: a function that rewards them can't be used.
     """
     spec = prepared.spec
@@ -170,15 +173,25 @@ def _start_answers(
     trusted = prepared.assembled.spec.trust_remote_code
     rollouts = Rollouts(prepared.model, task.rollout, prepared.tokenizer, spec.steps.seed, processes, trusted)
     layout = SequenceSettings.of(spec.data, prepared.tokenizer)
+    base = str(spec.recorded["model.path"])
     models = None
     if spec.reward.models:
-        base = str(spec.recorded["model.path"])
         models = RewardModels(spec.reward.models, prepared.assembled, base, layout, prepared.split, processes)
     rewarded = RewardedAnswers(rollouts, spec.reward, prepared.split.num_steps, processes, models)
-    assert isinstance(prepared.model, PolicyLM)
-    lesson = FromRewards(prepared.model, rewarded, task.grpo, spec.steps.deterministic)
+    model = prepared.model
+    deterministic = spec.steps.deterministic
+    lesson: Lesson
+    teaching = None
+    if isinstance(model, DistillLM):
+        put_teacher_in(prepared.assembled, task.distill, base, processes)
+        teaching = FromTeacher(model, task.distill, layout, prepared.split, spec.steps.seed, processes, deterministic)
+        lesson = teaching
+    else:
+        assert isinstance(model, PolicyLM)
+        lesson = FromRewards(model, rewarded, task.grpo, deterministic)
     queue = AnswerQueue(runner, batches, rewarded, lesson, layout, recorder, journal)
-    return queue, RewardEvaluation(prepared.data.eval, spec.steps.eval_every_steps, rewarded, journal, saver)
+    every = spec.steps.eval_every_steps
+    return queue, AnswerEvaluation(prepared.data.eval, every, rewarded, journal, saver, teaching)
 
 
 def _resume(

@@ -201,7 +201,7 @@ def check_columns(data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
     if data.columns and not unknown and data.format is DataFormat.random:
         yield problem_with(data, "data.columns", _NOT_RANDOM, "Leave it out.")
     has_rows = data.path is not None or data.mix  # `generate` has prompts, which it is for in any case
-    has_chats = task.name in (TaskName.causal_lm, TaskName.grpo)
+    has_chats = task.name is TaskName.causal_lm or task.writes_answers
     if data.system_prompt is not None and not has_chats and has_rows:
         reason = f"has no effect with {show('task.name', task.name)}: rows are no conversations."
         yield problem_with(data, "data.system_prompt", reason, "Leave it out.")

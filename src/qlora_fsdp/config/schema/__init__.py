@@ -22,6 +22,7 @@ from qlora_fsdp.config.schema.data import (
     LossOn,
     Thoughts,
 )
+from qlora_fsdp.config.schema.distill import DistillConfig
 from qlora_fsdp.config.schema.facets import Bounds, Facets, Files, Hosts, Owner, Run, When, find_undecided
 from qlora_fsdp.config.schema.grpo import (
     GrpoConfig,
@@ -100,6 +101,7 @@ __all__ = [
     "DataConfig",
     "DataFormat",
     "Dequantizer",
+    "DistillConfig",
     "DistributedConfig",
     "Dtype",
     "EmbeddingStorage",
@@ -162,6 +164,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)

@@ -11,32 +11,34 @@ from qlora_fsdp.config.schema.facets import Files, Run, When, above, at_least, s
 from qlora_fsdp.config.schema.task import TaskName
 
 _OF_GRPO = when("task.name", TaskName.grpo, fix="task=grpo")
+_OF_ANSWERS = when("task.name", *(name for name in TaskName if name.writes_answers), fix="task=grpo or task=distill")
 
 
 @dataclass
 class RolloutConfig:
-    # Answers to each prompt of a step, which are compared with one another: a group.
+    # Answers to each prompt of a step. With task=grpo they are compared with one another: a group. With task=distill
+    # one is enough.
     num_generations: int = setting(
-        8, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(2), other_names=("group_size",)
+        8, Run.other, _OF_ANSWERS, files=Files.users, bounds=at_least(1), other_names=("group_size",)
     )
     # Answers to each held-out prompt, of which pass@1 and pass@k are estimated. null: num_generations.
-    num_generations_eval: int | None = setting(None, Run.same, _OF_GRPO, bounds=at_least(1))
+    num_generations_eval: int | None = setting(None, Run.same, _OF_ANSWERS, bounds=at_least(1))
     # Most tokens of an answer. A prompt has room for training.max_length less these, and is left out if it is longer.
-    max_completion_length: int = setting(256, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(1))
+    max_completion_length: int = setting(256, Run.other, _OF_ANSWERS, files=Files.users, bounds=at_least(1))
     # What logits are divided by before a token is drawn, in training too.
-    temperature: float = setting(1.0, Run.other, _OF_GRPO, files=Files.users, bounds=above(0))
+    temperature: float = setting(1.0, Run.other, _OF_ANSWERS, files=Files.users, bounds=above(0))
     # Draw among the likeliest tokens that make up this much probability. 1: among all.
-    top_p: float = setting(1.0, Run.other, _OF_GRPO, files=Files.users, bounds=above(0))
+    top_p: float = setting(1.0, Run.other, _OF_ANSWERS, files=Files.users, bounds=above(0))
     # Draw among this many of the likeliest tokens. 0: among all.
-    top_k: int = setting(0, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(0))
+    top_k: int = setting(0, Run.other, _OF_ANSWERS, files=Files.users, bounds=at_least(0))
     # Draw among tokens that are at least this many times as likely as the likeliest one (arXiv:2407.01082). 0: among
     # all.
-    min_p: float = setting(0.0, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(0, below=1))
+    min_p: float = setting(0.0, Run.other, _OF_ANSWERS, files=Files.users, bounds=at_least(0, below=1))
     # How often prompts whose answers all have one reward are replaced by others before a step, at most (DAPO,
     # arXiv:2503.14476). 0: they stay, and nothing is learned from them.
     dynamic_sampling: int = setting(0, Run.other, _OF_GRPO, files=Files.users, bounds=at_least(0))
     # Texts that a rank writes at the same time, at most. null: as many as are fast and fit.
-    max_slots: int | None = setting(None, Run.same, _OF_GRPO, bounds=at_least(1))
+    max_slots: int | None = setting(None, Run.same, _OF_ANSWERS, bounds=at_least(1))
 
     @property
     def used_num_generations_eval(self) -> int:
@@ -48,15 +50,15 @@ class RolloutConfig:
 class RewardConfig:
     # What rewards answers: functions as FILE.py:NAME, with TRL's signature, or names of those that are built in
     # (docs/grpo.md). Files are programs, which run with your rights: only what you type here counts.
-    functions: list[str] = setting([], Run.other, _OF_GRPO, files=Files.none)
+    functions: list[str] = setting([], Run.other, _OF_ANSWERS, files=Files.none)
     # Reward models: folders of adapters of task=reward on the same base, each named in figures by its run.
-    models: list[str] = setting([], Run.other, _OF_GRPO, files=Files.users)
+    models: list[str] = setting([], Run.other, _OF_ANSWERS, files=Files.users)
     # What the rewards of each function, and then of each model, are multiplied by before they are added. null: 1 each.
-    weights: list[float] | None = setting(None, Run.other, _OF_GRPO, files=Files.users)
+    weights: list[float] | None = setting(None, Run.other, _OF_ANSWERS, files=Files.users)
     # An answer to a held-out prompt passes where the first of the functions gives at least this much (pass@k).
-    pass_threshold: float = setting(1.0, Run.same, _OF_GRPO, bounds=above(0))
+    pass_threshold: float = setting(1.0, Run.same, _OF_ANSWERS, bounds=above(0))
     # Seconds that a function has for the answers of a step.
-    timeout_seconds: float = setting(60.0, Run.same, _OF_GRPO, bounds=above(0))
+    timeout_seconds: float = setting(60.0, Run.same, _OF_ANSWERS, bounds=above(0))
 
 
 class PolicyLoss(Enum):

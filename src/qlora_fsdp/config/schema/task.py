@@ -36,12 +36,13 @@ class TaskName(Enum):
     sequence_classification = "sequence_classification"
     token_classification = "token_classification"
     grpo = "grpo"
+    distill = "distill"
 
     @property
     def is_causal(self) -> bool:
         """Whether the model writes text: its head gives the next token."""
         match self:
-            case TaskName.causal_lm | TaskName.preference | TaskName.grpo:
+            case TaskName.causal_lm | TaskName.preference | TaskName.grpo | TaskName.distill:
                 return True
             case TaskName.reward | TaskName.sequence_classification | TaskName.token_classification:
                 return False
@@ -56,7 +57,7 @@ class TaskName(Enum):
                 return True
             case TaskName.causal_lm | TaskName.sequence_classification | TaskName.token_classification:
                 return False
-            case TaskName.grpo:
+            case TaskName.grpo | TaskName.distill:
                 return False
             case unknown:
                 assert_never(unknown)
@@ -67,7 +68,7 @@ class TaskName(Enum):
         match self:
             case TaskName.sequence_classification | TaskName.token_classification:
                 return True
-            case TaskName.causal_lm | TaskName.preference | TaskName.reward | TaskName.grpo:
+            case TaskName.causal_lm | TaskName.preference | TaskName.reward | TaskName.grpo | TaskName.distill:
                 return False
             case unknown:
                 assert_never(unknown)
@@ -76,7 +77,7 @@ class TaskName(Enum):
     def writes_answers(self) -> bool:
         """Whether a row of the data is a prompt alone, and the model learns from what it answers itself."""
         match self:
-            case TaskName.grpo:
+            case TaskName.grpo | TaskName.distill:
                 return True
             case TaskName.causal_lm | TaskName.preference | TaskName.reward:
                 return False
@@ -110,8 +111,9 @@ class TaskConfig:
     # What the model learns. `causal_lm` is the next token. `preference` is which of two answers was chosen, {"prompt":
     # ..., "chosen": ..., "rejected": ...}. `reward` learns the same by a number for each answer, which a new head gives
     # (Bradley and Terry's loss); a row may have a "margin" that the numbers are to differ by. `grpo` learns from what
-    # its own answers to {"prompt": ...} are rewarded with. The other two train a new head on the labels of whole rows,
-    # {"text": ..., "label": ...}, or of words, {"tokens": [...], "labels": [...]}.
+    # its own answers to {"prompt": ...} are rewarded with, `distill` from what a teacher would have written in place of
+    # each of their tokens. The other two train a new head on the labels of whole rows, {"text": ..., "label": ...}, or
+    # of words, {"tokens": [...], "labels": [...]}.
     name: TaskName = setting(TaskName.causal_lm, Run.other, ALWAYS, files=Files.adapters)
     # Whether a row has one label, any number of labels (a list), or numbers. The names are those of transformers.
     problem_type: ProblemType = setting(

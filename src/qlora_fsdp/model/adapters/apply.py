@@ -45,6 +45,7 @@ PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
     TaskName.preference: "CAUSAL_LM",
     TaskName.grpo: "CAUSAL_LM",
+    TaskName.distill: "CAUSAL_LM",
     TaskName.reward: "SEQ_CLS",
     TaskName.sequence_classification: "SEQ_CLS",
     TaskName.token_classification: "TOKEN_CLS",

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import peft
 import torch
 from torch import Tensor
 
-from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import GrpoConfig, RolloutConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
-from qlora_fsdp.model.tasks.policy_loss import (
-    MISMATCH,
-    NUM_BINS,
-    Answers,
-    mismatch_of_share,
-    policy_figures,
-    policy_loss,
-)
-from qlora_fsdp.model.tasks.referenced import ReferencedLM
+from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
+from qlora_fsdp.model.tasks.policy_loss import Answers, policy_figures, policy_loss
 
 WantedOfPolicy = Literal["loss", "log_probs", "reference", "hidden"]
 
 
-class PolicyLM(ReferencedLM):
-    """A PEFT-wrapped causal language model with the loss of its own answers.
-
-    Log-probabilities are those of logits divided by `rollout.temperature`, as the answers were drawn by.
+class PolicyLM(AnsweringLM):
+    """A PEFT-wrapped causal language model with the loss of rewarded answers.
 
     Args:
         model: the wrapped model, on meta or not.
@@ -57,12 +45,10 @@ class PolicyLM(ReferencedLM):
         loss_kernel: LossKernel,
         transform: LogitTransform | None,
     ) -> None:
-        super().__init__(model, loss_kernel, _at_temperature(transform, rollout.temperature))
+        super().__init__(model, rollout, loss_kernel, transform, policy_figures(settings))
         self.settings = settings
         self.learns = True
         self.has_learned = False
-        bins = [f"{MISMATCH}/bin_{number}" for number in range(NUM_BINS)]
-        self.figure_names = (*policy_figures(settings), *bins)
 
     def forward(self, batch: Batch, wants: WantedOfPolicy = "loss") -> Tensor:
         """Sum of the losses of the batch's answers, each token by its weight: float32 scalar.
@@ -81,8 +67,7 @@ class PolicyLM(ReferencedLM):
                 with self.as_reference():
                     return self._log_probs(batch)
             case "hidden":
-                assert batch.label_positions is not None
-                return self.hidden_states(batch)[batch.label_positions]
+                return self.head_inputs(batch)
             case "loss":
                 return self._loss(batch)
 
@@ -117,22 +102,3 @@ class PolicyLM(ReferencedLM):
         """All may where the answers to each prompt are equally good; and LoRA's A until B is not zero any more."""
         is_at_start = ".lora_A." in name and not self.has_learned
         return not self.learns or is_at_start or super().may_get_zero_gradient(name)
-
-    def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """As in `TaskModel`; of the bins of the mismatch it is the share of tokens below which it tells."""
-        figures = super().name_figures(sums)
-        shares = [figures.pop(name, 0.0) for name in self.figure_names[-NUM_BINS:]]
-        if any(shares):
-            figures[f"{MISMATCH}/p99"] = mismatch_of_share(shares)
-        return figures
-
-
-def _at_temperature(transform: LogitTransform | None, temperature: float) -> LogitTransform | None:
-    """What makes the logits, divided by a temperature."""
-    if temperature == 1.0:
-        return transform
-    if transform is None or transform.cap is not None:
-        how = "caps its logits" if transform is not None else "makes its logits in a way of its own"
-        reason = f"can't be used: the model {how}, which is not divided by anything here."
-        raise ConfigError([Problem(f"rollout.temperature={temperature:g}", reason, "Set rollout.temperature=1.")])
-    return replace(transform, factor=transform.factor / temperature)

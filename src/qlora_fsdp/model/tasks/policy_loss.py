@@ -6,21 +6,16 @@ of a batch, R for its rows; a row is a prompt with one answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from qlora_fsdp.config.schema import GrpoConfig, PolicyLoss, SamplingLevel
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.model.tasks.mismatch import MISMATCH, count_bins
 from qlora_fsdp.model.tasks.referenced import SumRows
-
-MISMATCH = "sampling/sampling_logp_difference"
-LEAST_POWER, NUM_BINS = -20, 49  # a bin for each factor of the root of 2 from 2**-20 on
-SHARE = 0.99  # of tokens, of which the mismatch is told
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ def policy_loss(answers: Answers, settings: GrpoConfig) -> tuple[Tensor, Tensor]
     if _is_corrected(settings):
         found.append((corrections * mask, mask))
     sums = torch.stack([torch.stack([value.double().sum(), count.double().sum()]) for value, count in found])
-    return loss, torch.cat([sums, _count_bins(mismatch, mask)]).detach()
+    return loss, torch.cat([sums, count_bins(mismatch, mask)]).detach()
 
 
 def _clipped_losses(ratios: Tensor, advantages: Tensor, settings: GrpoConfig) -> tuple[Tensor, list[Tensor]]:
@@ -207,22 +202,3 @@ class SpreadRows(torch.autograd.Function):
 def _is_corrected(settings: GrpoConfig) -> bool:
     """Whether tokens are weighed by their probability in training over the one that they were drawn with."""
     return settings.importance_sampling_correction and settings.loss_type is not PolicyLoss.rloo
-
-
-def _count_bins(mismatch: Tensor, mask: Tensor) -> Tensor:
-    """How many tokens have a mismatch in each bin, and how many there are: float64 [NUM_BINS, 2]."""
-    powers = 2 * (mismatch.clamp(min=2.0**LEAST_POWER).log2() - LEAST_POWER)
-    bins = powers.floor().long().clamp(max=NUM_BINS - 1)
-    counts = ((bins[:, None] == torch.arange(NUM_BINS, device=bins.device)) * mask[:, None]).double().sum(0)
-    return torch.stack([counts, mask.double().sum().expand(NUM_BINS)], 1)
-
-
-def mismatch_of_share(shares: Sequence[float]) -> float:
-    """The mismatch that `SHARE` of the tokens are below, but for half a bin: the upper end of the bin it falls in.
-
-    Args:
-        shares: of all tokens, those in each bin.
-    """
-    reached = [number for number, total in enumerate(accumulate(shares)) if total >= SHARE]
-    number = reached[0] if reached else len(shares) - 1
-    return float(2.0 ** (LEAST_POWER + (number + 1) / 2)) if number else 0.0

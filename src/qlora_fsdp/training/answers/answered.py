@@ -119,10 +119,8 @@ class AnsweredStep:
             advantages: of each row, [num_rows].
             weights: what a token of each row counts, [num_rows].
         """
-        for indices in self.micro:
+        for indices, of_sequences in zip(self.micro, self.laid_rows(), strict=True):
             batch = collate(self.sequences, indices, micro_batch_size=self.micro_batch_size)
-            of_sequences = [self.sequences.row_ids_of(int(index)).tolist() for index in indices]
-            of_sequences += [[]] * (self.micro_batch_size - len(indices))
             length = batch.input_ids.shape[1]
             own = [[self.rows.in_place(row, weights[row]) for row in rows] for rows in of_sequences]
             drawn = [[self.rows.drawn(row) for row in rows] for rows in of_sequences]
@@ -134,6 +132,12 @@ class AnsweredStep:
                 sampled=lay_out_values(drawn, length),
             )
             yield replace(batch, rewarded=rewarded)
+
+    def laid_rows(self) -> Iterator[list[list[int]]]:
+        """For each of this rank's micro-batches the rows of its sequences, those of padding too, which have none."""
+        for indices in self.micro:
+            found = [self.sequences.row_ids_of(int(index)).tolist() for index in indices]
+            yield found + [[]] * (self.micro_batch_size - len(indices))
 
     def row_ends(self, micro: int, length: int) -> tuple[list[int], list[int]]:
         """The rows of one of this rank's micro-batches, and where each has its last token among B x L.

@@ -1,4 +1,4 @@
-"""Evaluations by rewards: what a model's answers to held-out prompts are worth, and how many of them pass."""
+"""Evaluations by answers to held-out prompts: what they are worth, how many pass, how far they are from a teacher's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.training.answers.advantages import pass_rates
+from qlora_fsdp.training.answers.from_teacher import FromTeacher
 from qlora_fsdp.training.answers.rewarded import RewardedAnswers
 from qlora_fsdp.training.answers.rollouts import HELD_OUT
 from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.evaluate import EvaluationResult
 
 
-def evaluate_answers(rewarded: RewardedAnswers, prompts: Sequences) -> dict[str, float]:
+def evaluate_answers(
+    rewarded: RewardedAnswers, prompts: Sequences, teaching: FromTeacher | None = None
+) -> dict[str, float]:
     """Has `rollout.num_generations_eval` answers to each prompt written and rewarded. Collective.
 
     Answers are drawn as in training, and by the same random numbers each time.
 
     Returns:
-        Figures by name, those that are numbers: as of training, and `pass@1` and `pass@k` by the first function.
+        Figures by name, those that are numbers: as of training, and `pass@1` and `pass@k` by the first function; with a
+        teacher the divergence of a token, `loss`.
 
     Raises:
         RewardError: a function has failed; the same on every rank.
@@ -33,23 +37,27 @@ def evaluate_answers(rewarded: RewardedAnswers, prompts: Sequences) -> dict[str,
     num_generations = rewarded.rollouts.settings.used_num_generations_eval
     answered = rewarded.answer(questions, num_generations, HELD_OUT)
     figures = rewarded.figures(answered)
-    deciding = answered.rewarding.by_function[:, 0]
-    figures |= pass_rates(deciding, num_generations, rewarded.settings.pass_threshold)
+    if rewarded.names:
+        deciding = answered.rewarding.by_function[:, 0]
+        figures |= pass_rates(deciding, num_generations, rewarded.settings.pass_threshold)
+    if teaching is not None:
+        figures |= teaching.evaluate(answered)
     return {name: value for name, value in figures.items() if np.isfinite(value)}
 
 
 @dataclass(frozen=True)
-class RewardEvaluation:
+class AnswerEvaluation:
     """Answers to held-out prompts.
 
-    What stands for a loss is the mean reward with its sign changed, so that lower is better: `training.
-    early_stopping_patience` stops where rewards grow no more.
+    The loss is the divergence from the teacher. Without one the mean reward with its sign changed stands for it, so
+    that lower is better: `training.early_stopping_patience` stops where rewards grow no more.
 
     Attributes:
         data: the held-out prompts; None: there are none.
         every_steps: evaluate every so many steps; None: only before the first step and after the last.
         rewarded: writes and rewards.
         journal: gets the figures.
+        teaching: compares answers with a teacher; None: there is none.
         saver: knows of signals, and stops the run where one arrives during an evaluation.
     """
 
@@ -58,6 +66,7 @@ class RewardEvaluation:
     rewarded: RewardedAnswers
     journal: Journal
     saver: Saver
+    teaching: FromTeacher | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after `step` optimizer steps, if these are not all."""
@@ -73,9 +82,9 @@ class RewardEvaluation:
         if self.data is None:
             return None
         started = time.perf_counter()
-        figures = evaluate_answers(self.rewarded, self.data)
+        figures = evaluate_answers(self.rewarded, self.data, self.teaching)
         if self.saver.is_signalled():
             self.saver.stop(step)
-        loss = -figures.get("reward", 0.0)
+        loss = figures.pop("loss", -figures.get("reward", 0.0))
         self.journal.evaluation(step, loss, figures, time.perf_counter() - started)
         return EvaluationResult(loss, figures)

@@ -19,7 +19,7 @@ from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.model.adapters.other_adapter import OtherAdapter
 from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, check_fingerprint
-from qlora_fsdp.model.tasks.policy_lm import PolicyLM
+from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.answers.answered import AnsweredRows, AnsweredStep
@@ -55,7 +55,7 @@ class RewardModels:
         split: BatchSplit,
         processes: Processes,
     ) -> None:
-        assert isinstance(assembled.model, PolicyLM)
+        assert isinstance(assembled.model, AnsweringLM)
         if assembled.model.transform is None:
             raise AdapterError(f"{SETTING} can't be used with this model: it makes its logits in a way of its own.")
         self.model = assembled.model

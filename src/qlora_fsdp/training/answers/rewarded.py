@@ -248,7 +248,7 @@ class RewardedAnswers:
                     "prompt": self.rollouts.text(question.tokens),
                     "completion": self.rollouts.answer(completion),
                     "reference": str(question.columns.get("answer", question.columns.get("solution", ""))),
-                    **({"rewards": f"{totals[number]:g} ({told})"} if own else {}),
+                    "rewards": f"{totals[number]:g} ({told})" if own else "",
                     **more,
                 }
             )

@@ -1,0 +1,28 @@
+"""Learning from a teacher that scores each token of an answer: who teaches, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qlora_fsdp.config.schema.facets import Files, Run, at_least, setting, when
+from qlora_fsdp.config.schema.task import TaskName
+
+_OF_DISTILL = when("task.name", TaskName.distill, fix="task=distill")
+
+
+@dataclass
+class DistillConfig:
+    # The teacher: the folder of an adapter on the same base. null: the base without an adapter.
+    teacher_adapter: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
+    # The column that has the prompt as the teacher gets it, text or messages: with hints, examples or the solution that
+    # the model itself does not see. null: the model's own prompt.
+    teacher_prompt: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
+    # A system prompt that the teacher alone gets, before prompts that are messages.
+    teacher_system_prompt: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
+    # Part of the steps on answers that the model writes. The others are on the answers in the column `completion`
+    # (GKD, arXiv:2306.13649). 0: on these alone.
+    lmbda: float = setting(1.0, Run.other, _OF_DISTILL, files=Files.users, bounds=at_least(0))
+    # The divergence of each token's distribution, by the same paper: 1 is the reverse KL, the model's from the
+    # teacher's; 0 the forward KL; between them the generalized divergence of Jensen and Shannon. Logits of both are
+    # divided by rollout.temperature.
+    beta: float = setting(1.0, Run.other, _OF_DISTILL, files=Files.users, bounds=at_least(0))

@@ -1,0 +1,108 @@
+"""A causal language model that learns from a teacher, which scores each token of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal, cast
+
+import peft
+import torch
+from torch import Tensor
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.schema import DistillConfig, RolloutConfig
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.head_loss import HeadLoss, LogitTransform
+from qlora_fsdp.model.adapters.other_adapter import OtherAdapter
+from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
+from qlora_fsdp.model.tasks.mismatch import MISMATCH, count_bins
+
+FIGURES = ("entropy", "teacher_log_prob", f"{MISMATCH}/mean")
+
+
+class DistillLM(AnsweringLM):
+    """A PEFT-wrapped causal language model with the divergence of its answers' tokens from a teacher.
+
+    Teacher and model share the base and its head, so that the teacher is a further pass without gradient, which gives
+    what the head gets. The head then computes both distributions, some tokens at a time.
+
+    Args:
+        model: the wrapped model, on meta or not.
+        settings: the teacher and the loss.
+        rollout: how answers are written.
+        transform: see `CausalLM`.
+
+    Attributes:
+        teacher: the teacher's adapter; None: the base without one.
+
+    Raises:
+        ConfigError: the temperature can't be used with the model, or its head is trained or makes logits in a way of
+            its own.
+    """
+
+    def __init__(
+        self,
+        model: peft.PeftModel,
+        settings: DistillConfig,
+        rollout: RolloutConfig,
+        transform: LogitTransform | None,
+    ) -> None:
+        super().__init__(model, rollout, "torch", transform, FIGURES)
+        self.settings = settings
+        self.teacher = cast(OtherAdapter | None, None)
+        if self.head not in self.gathered_by_model:
+            how = "makes its logits in a way of its own" if transform is None else "has a head that is trained"
+            fix = "Leave lm_head out of lora.target_modules and lora.modules_to_save, or train another model."
+            problem = Problem("task.name=distill", f"can't be used: the model {how}, which a teacher has not.", fix)
+            raise ConfigError([problem])
+
+    def forward(self, batch: Batch, wants: Literal["loss", "hidden"] = "loss") -> Tensor:
+        """Sum of the divergences of the batch's answers, each token counting 1: float32 scalar.
+
+        Args:
+            batch: answers after their prompts, and for the loss what a teacher makes of them (`taught.hidden`).
+            wants: the loss; or what the head would get of the tokens at `label_positions`, [num_labels, D]. FSDP
+                gathers only in calls of the whole model, so all go through `forward`.
+        """
+        hidden = self.head_inputs(batch)
+        return hidden if wants == "hidden" else self._loss(batch, hidden)
+
+    def _loss(self, batch: Batch, hidden: Tensor) -> Tensor:
+        taught = batch.taught
+        assert taught is not None and taught.hidden is not None
+        head = cast(HeadLoss, self.base.get_output_embeddings().forward)
+        targets = batch.targets.flatten()[taught.positions]
+        found = head.divergences(hidden, taught.hidden, targets, self.settings.beta)
+        divergences, entropies, own, teachers = found.unbind()
+        ones = torch.ones_like(own)
+        is_drawn = taught.sampled.isfinite().float()
+        mismatch = (own - taught.sampled.nan_to_num()).abs() * is_drawn
+        measured = ((entropies, ones), (teachers, ones), (mismatch, is_drawn))
+        sums = torch.stack([torch.stack([value.double().sum(), count.double().sum()]) for value, count in measured])
+        self.add_sums(torch.cat([sums, count_bins(mismatch, is_drawn)]).detach())
+        return divergences.sum()
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch with what the head gets of the teacher for each token of its answers."""
+        assert batch.taught is not None
+        asked = batch if batch.taught.asked is None else batch.taught.asked
+        with self._as_teacher():
+            hidden = self(asked, "hidden")
+        return replace(batch, taught=replace(batch.taught, hidden=hidden))
+
+    @contextmanager
+    def _as_teacher(self) -> Iterator[None]:
+        """A context in which the model is the teacher, without dropout and gradient."""
+        if self.teacher is None:
+            with self.as_reference():
+                yield
+            return
+        was_training = self.training
+        self.eval()
+        try:
+            with self.teacher.in_place():
+                yield
+        finally:
+            self.train(was_training)
