@@ -48,6 +48,8 @@ def test_every_option_composes_and_validates(group: str, option: str, monkeypatc
     own_data += ["data=default", "data.path=org/name", "task.labels=[a,b]"] if option.endswith("classification") else []
     if option == "grpo":
         own_data = ["data=default", "data.path=org/name", "reward.functions=[exact_match]"]
+    if option == "distill":
+        own_data = ["data=default", "data.path=org/name", "distill.teacher_prompt=hinted"]
     own_model = ["model.path=org/name"] if (group, option) == ("model", "custom") else []
     world = World(has_fp8=option == "fp8", device_type="cuda" if option.startswith("paged") else "cpu")
     check(load_config([*without, f"{group}={option}", *own_data, *own_model]), world)

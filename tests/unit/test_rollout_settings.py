@@ -29,7 +29,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no tries": (["rollout.dynamic_sampling=-1"], "must be finite and at least 0"),
     "no answer to held-out prompts": (["rollout.num_generations_eval=0"], "must be finite and at least 1"),
     "a threshold that all pass": (["reward.pass_threshold=0"], "must be finite and greater than 0"),
-    "a group of one": (["rollout.num_generations=1"], "must be finite and at least 2"),
+    "a group of one": (["rollout.num_generations=1"], "must be at least 2: the answers to a prompt are compared"),
     "no room": (["rollout.max_completion_length=2048"], "leaves no room for a prompt"),
     "no probability": (["rollout.top_p=1.5"], "is a probability"),
     "delta": (["grpo.delta=1.1"], "is to be above 1 + epsilon_high, 1.2"),
@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "slices": (["distributed.context_parallel=2"], "can't be used with task.name=grpo"),
     "columns": (["data.columns={completion: answer}"], "renames completion, and task.name=grpo reads prompts"),
     "generations": (["tracking.num_generations=2", "data.eval_fraction=0.1"], "what is written in each step"),
-    "other task": (["task=causal_lm", "rollout.num_generations=4"], "Set task=grpo too"),
+    "other task": (["task=causal_lm", "rollout.num_generations=4"], "Set task=grpo or task=distill too"),
 }
 
 
@@ -53,6 +53,34 @@ def test_each_mistake_is_one_problem(mistake: str) -> None:
     problems = check_settings(load_config([*base, *more]))
     assert len(problems) == 1, problems
     assert told in str(problems[0])
+
+
+DISTILL = ["task=distill", "model.path=org/name", "data.path=org/name"]
+HINTED = "distill.teacher_prompt=hinted"
+DISTILL_MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no teacher": ([], "distill.teacher_adapter=null is the base with the model's own prompts"),
+    "no adapter": (["distill.teacher_adapter=nowhere"], "distill.teacher_adapter=nowhere holds no adapter"),
+    "beta": ([HINTED, "distill.beta=2"], "distill.beta=2.0 is a part"),
+    "lmbda": ([HINTED, "distill.lmbda=1.5"], "distill.lmbda=1.5 is a part"),
+    "below": ([HINTED, "distill.lmbda=-1"], "must be finite and at least 0"),
+    "trained beside": ([HINTED, "tokenizer.add_tokens=[<new>]"], "the teacher would compute with it"),
+    "other task": ([HINTED, "task=causal_lm"], "Set task=distill too"),
+    "drawn anew": ([HINTED, "rollout.dynamic_sampling=2"], "Set task=grpo too"),
+    "Liger": ([HINTED, "kernels.cross_entropy=liger"], "sums over all tokens"),
+}
+
+
+@pytest.mark.parametrize("mistake", DISTILL_MISTAKES)
+def test_each_mistake_of_a_teacher_is_one_problem(mistake: str) -> None:
+    more, told = DISTILL_MISTAKES[mistake]
+    problems = check_settings(load_config([*DISTILL, *more]))
+    assert len(problems) == 1, problems
+    assert told in str(problems[0])
+
+
+def test_a_teacher_that_differs_from_the_model_has_no_problem() -> None:
+    for more in ([HINTED], ["distill.teacher_system_prompt=Think."]):
+        assert check_settings(load_config([*DISTILL, *more])) == []
 
 
 @pytest.mark.parametrize("setting", ["lora.use_dora=true", "lora.modules_to_save=[embed_tokens]"])
@@ -118,6 +146,39 @@ def test_messages_are_written_by_the_template(tmp_path: Path) -> None:
     assert question.is_chat
     text = byte_tokenizer().decode(question.tokens)
     assert text.endswith("<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_teachers_get_prompts_of_their_own_and_rows_have_answers(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2 + 2"}]
+    rows = [
+        {"prompt": chat, "completion": "4", "hinted": [{"role": "user", "content": "2 + 2, which is 4"}]},
+        {"prompt": chat, "completion": [{"role": "assistant", "content": "4"}], "hinted": chat},
+        {"prompt": chat, "completion": "4"},
+        {"prompt": chat, "hinted": chat},
+        {"prompt": chat, "completion": "4" * 40, "hinted": chat},
+        {"prompt": "2 + 2", "completion": "4", "hinted": "2 + 2"},
+    ]
+    more = ["task=distill", HINTED, "distill.lmbda=0.5", "training.max_length=200", "data.chat_template=chatml"]
+    more += ["distill.teacher_system_prompt=Think.", "rollout.max_completion_length=30"]
+    spec = spec_of(write_lines(tmp_path / "rows.jsonl", rows), *more)
+    prepared = prepare_questions(spec, byte_tokenizer(), one_process(), VOCAB)
+    tokenizer = byte_tokenizer()
+    first, second = question_of(prepared.train, 0), question_of(prepared.train, 1)
+    assert len(prepared.train) == 2
+    assert "system" not in tokenizer.decode(first.tokens)
+    asked = (
+        "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n2 + 2, which is 4<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(first.teacher_tokens) == asked
+    assert first.given == second.given
+    assert first.given is not None and tokenizer.decode(first.given).startswith("4<|im_end|>")
+    for text in (
+        "no hinted, which distill.teacher_prompt names",
+        "no completion, which distill.lmbda=0.5 asks for",
+        "and rollout.max_completion_length is 30",
+        "the prompt is text, which distill.teacher_system_prompt can't stand before",
+    ):
+        assert text in str(prepared.report)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_base
 from qlora_fsdp.config.schema import Config, PreferenceLoss, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.data.batch import Batch, Rewarded
+from qlora_fsdp.data.batch import Batch, Rewarded, Taught
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import NO_TOKENS, extend_tokenizer, find_tokenizer, template_name
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read_adapter import BASE_FIX, NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble, check_fingerprint, describe_base
 from qlora_fsdp.model.settle import settle_model
+from qlora_fsdp.model.tasks.distill_lm import DistillLM
 from qlora_fsdp.model.tasks.preference import PreferenceLM
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.records.run_state import CHECKPOINTS, START_FOLDER
@@ -177,8 +178,10 @@ def _run_from_the_root(model: TaskModel, task: TaskConfig, device: torch.device)
         num_tokens=torch.tensor([8]),
         is_good=torch.zeros(0, dtype=torch.bool),
         rewarded=Rewarded(advantages=torch.zeros(1), weights=zeros, sampled=zeros, old=zeros, reference=zeros),
+        taught=Taught(positions=torch.zeros(0, dtype=torch.int64), sampled=torch.zeros(0)),
     )
-    model(batch.to(device))
+    batch = batch.to(device)
+    model(model.with_reference(batch) if isinstance(model, DistillLM) else batch)
     model.forget_outputs()
 
 
