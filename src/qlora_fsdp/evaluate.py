@@ -191,7 +191,7 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
     trusted = config.model.trust_remote_code
     rollouts = Rollouts(trained.model, config.rollout, trained.tokenizer, config.training.seed, processes, trusted)
     layout = SequenceSettings.of(replace(spec, packs_rows=False), trained.tokenizer)
-    split = BatchSplit(1, processes.num_ranks, 1, 1, 1)
+    split = BatchSplit(1, processes.num_ranks, processes.num_ranks, 1, 1)
     models = None
     if config.reward.models:
         models = RewardModels(config.reward.models, trained, str(config.model.path), layout, split, processes)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.launch import Launch
-from tests.helpers.answers import write_prompts
+from tests.helpers.distillation import write_taught
 from tests.helpers.lines import read_lines
 
 pytestmark = pytest.mark.distributed
@@ -28,15 +28,21 @@ def letters(completion_ids, trainer_state, **kwargs):
 """
 
 
-def command(folder: Path) -> list[str]:
+TASKS = {
+    "grpo": ["task=grpo", "rollout.num_generations=4"],
+    "distill": ["task=distill", "rollout.num_generations=2", "distill.teacher_prompt=hinted", "distill.lmbda=0.5"],
+}
+
+
+def command(folder: Path, task: str) -> list[str]:
     """The arguments of a run whose data and function are in the folder."""
     folder.mkdir()
     (folder / "functions.py").write_text(FUNCTIONS)
     return [
-        "task=grpo",
+        *TASKS[task],
         "model=tiny",
         "fsdp=full_shard",
-        f"data.path={write_prompts(folder / 'prompts.jsonl')}",
+        f"data.path={write_taught(folder / 'prompts.jsonl')}",
         f"reward.functions=[{folder / 'functions.py'}:letters]",
         "reward.timeout_seconds=600",
         "training.deterministic=true",
@@ -44,7 +50,6 @@ def command(folder: Path) -> list[str]:
         "training.max_length=48",
         "training.global_batch_size=2",
         "training.learning_rate=1e-3",
-        "rollout.num_generations=4",
         "rollout.max_completion_length=6",
         "lora.r=4",
         "lora.lora_dropout=0.1",
@@ -58,10 +63,11 @@ def figures(folder: Path) -> list[tuple[float, ...]]:
     return [tuple(line[name] for name in names) for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
 
 
-def test_a_killed_run_ends_with_the_same_adapter_to_the_bit(tmp_path: Path) -> None:
-    straight = Launch(tmp_path / "a", "accelerate", *command(tmp_path / "straight"))
+@pytest.mark.parametrize("task", TASKS)
+def test_a_killed_run_ends_with_the_same_adapter_to_the_bit(tmp_path: Path, task: str) -> None:
+    straight = Launch(tmp_path / "a", "accelerate", *command(tmp_path / "straight", task))
     stopped = tmp_path / "stopped"
-    arguments = command(stopped)
+    arguments = command(stopped, task)
     (stopped / "waits").touch()
     first = Launch(tmp_path / "b", "accelerate", *arguments)
     first.wait_for(lambda: (stopped / "reached").exists(), "the step in which it is killed")

@@ -271,6 +271,18 @@ def test_a_system_prompt_that_is_written_nowhere_is_told(tmp_path: Path):
         assert check_system_prompt(DataSpec.of(replace(config, data=replace(config.data, system_prompt=None)))) == []
 
 
+def test_what_a_teacher_gets_and_answers_in_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write_lines(tmp_path / "questions.jsonl", [{"prompt": "2 + 2 = ", "hinted": "4 = ", "completion": "4"}])
+    base = ["task=distill", "model=tiny", "model.tokenizer_path=bytes", f"data.path={file}"]
+    assert preview.main([*base, "distill.teacher_prompt=hinted", "distill.lmbda=0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "--- questions.jsonl:1: a prompt of 9 tokens\n<bos>2 + 2 = \n" in out
+    assert (
+        "--- the teacher's prompt of 5 tokens\n<bos>4 = \n--- the answer in the data, of 2 tokens\n[[4<eos>]]\n" in out
+    )
+    assert "No rewards are shown" not in out
+
+
 def test_prompts_with_their_columns_and_rewards_of_reference_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

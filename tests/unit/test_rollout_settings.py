@@ -166,9 +166,9 @@ def test_teachers_get_prompts_of_their_own_and_rows_have_answers(tmp_path: Path)
     first, second = question_of(prepared.train, 0), question_of(prepared.train, 1)
     assert len(prepared.train) == 2
     assert "system" not in tokenizer.decode(first.tokens)
-    asked = (
-        "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n2 + 2, which is 4<|im_end|>\n<|im_start|>assistant\n"
-    )
+    system = "<bos><|im_start|>system\nThink.<|im_end|>\n"
+    system = "<bos><|im_start|>system\nThink.<|im_end|>\n"
+    asked = f"{system}<|im_start|>user\n2 + 2, which is 4<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(first.teacher_tokens) == asked
     assert first.given == second.given
     assert first.given is not None and tokenizer.decode(first.given).startswith("4<|im_end|>")
