@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUDIT := .audit
 SERVING := .serving
+LLAMA_CPP := .llama_cpp
 # Test files at a time: two, whose ranks keep two cores busy. On GPUs one, as their tests use all that there are.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
 # Left to Python, which compiles a module when it is first imported: most of these never are
@@ -60,8 +61,9 @@ test: $(STAMP)  ## Run the tests but the slowest (some of them: make test ARGS="
 test-all: $(STAMP)  ## Run all tests, the slowest too: in one session, where these use again what others have made
 	@$(PYTEST) $(ARGS)
 
-test-serving: $(STAMP)  ## Serve trained adapters with vLLM on the CPU, in an environment of its own (a minute and 3 GB the first time)
+test-serving: $(STAMP)  ## Serve what was trained with vLLM and llama.cpp on the CPU, in environments of their own (two minutes and 3.5 GB the first time)
 	@test -f $(SERVING)/.installed || scripts/install_vllm.sh $(SERVING) $(BIN)/python
+	@test -f $(LLAMA_CPP)/.installed || scripts/install_llama_cpp.sh $(LLAMA_CPP) $(BIN)/python
 	@$(BIN)/python -m pytest -q -n 0 -rs --durations 5 tests/serving $(ARGS)
 
 versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)

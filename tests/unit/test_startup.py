@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +46,18 @@ def test_closed_streams_are_open_to_the_processes_that_a_command_starts() -> Non
     code += "sys.exit(subprocess.call([sys.executable, '-c', 'import sys; sys.stdout.name + sys.stderr.name']))"
     environment = os.environ | {"CODE": code, "PYTHON": sys.executable}
     assert subprocess.run(["bash", "-c", '"$PYTHON" -c "$CODE" >&- 2>&-'], env=environment, check=False).returncode == 0
+
+
+def test_libraries_do_not_see_the_package_by_which_they_fetch_code(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__): raise SystemExit('code is fetched')\n")
+    code = """
+from qlora_fsdp.common.startup import begin
+begin()
+from importlib.util import find_spec
+assert find_spec("kernels") is None
+from transformers.utils import is_kernels_available
+import bitsandbytes
+assert not is_kernels_available()
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PYTHONSAFEPATH": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)

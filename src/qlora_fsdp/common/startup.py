@@ -93,6 +93,9 @@ def begin(detail: str = "") -> None:
         detail: what Ctrl-C says besides, until another handler is set.
     """
     leave_working_folder_out()
+    # Where this package is installed, transformers and bitsandbytes fetch code from the hub by it, and run that. To
+    # Python it is a module that is not there.
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     if PARENT_PID in os.environ:
         os.environ.pop(LOOKS_FOR_GPUS, None)
     _mend_streams()
