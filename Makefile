@@ -92,4 +92,4 @@ format: $(STAMP)  ## Fix style
 	@$(BIN)/ruff format .
 
 clean:  ## Delete .venv, caches and build output; keeps outputs/, the runs
-	@rm -rf $(VENV) $(AUDIT) $(SERVING) dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(AUDIT) $(SERVING) $(LLAMA_CPP) dist .pytest_cache .mypy_cache .ruff_cache

@@ -21,7 +21,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.reading.commands import read_report_digest
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.data.report_rows import ReportRows, read_report_rows
-from qlora_fsdp.inference import merge_files, merge_report, merge_weights
+from qlora_fsdp.inference import gguf_files, merge_files, merge_report, merge_weights
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import SHAPE, VOCAB, make_checkpoint, write_checkpoint
 from tests.helpers.lines import write_lines
@@ -492,4 +492,13 @@ def test_gguf_is_refused_before_the_merge_where_it_can_not_be_written(adapters, 
         assert part in message
     assert merge.main([*own, f"llama_cpp={tmp_path}"]) == 2
     assert "has no effect without gguf=" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_disk_without_room_for_gguf_is_refused_before_the_merge(adapters, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(gguf_files, "gguf_problems", lambda *_: [])  # whatever is installed
+    monkeypatch.setattr(gguf_files, "free_bytes", lambda folder: 2**18)
+    assert merge.main([f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", "gguf=f16,q4_0"]) == 2
+    message = capsys.readouterr().err
+    assert "merged has room for 0.2 MiB, and the merged model and its GGUF files (f16, q4_0) take " in message
     assert not (tmp_path / "merged").exists()

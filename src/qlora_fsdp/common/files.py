@@ -200,6 +200,12 @@ def disk_reason(error: BaseException) -> str:
     return first_line(error).rstrip(".")
 
 
+def free_bytes(folder: Path) -> int:
+    """Bytes that can be written to a folder, which may not be there yet."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
+
+
 def find_room(folder: Path, num_bytes: int) -> Iterator[Path]:
     """Makes new folders in place of one that can't be written, one after another: beside it, then on other disks.
 

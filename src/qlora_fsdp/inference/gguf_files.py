@@ -27,15 +27,16 @@ import numpy as np
 import peft
 from safetensors.torch import save_file
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError, Problem
-from qlora_fsdp.common.files import replacing
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, Problem, RunFolderError
+from qlora_fsdp.common.files import free_bytes, replacing
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
-from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.common.text import printable_lines, show_bytes
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX
 from qlora_fsdp.inference.merge_weights import ParameterChange, find_parameter_changes
 from qlora_fsdp.model.adapters.serving import adapted_experts
 from qlora_fsdp.model.assemble import AssembledModel
+from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 MODEL_CONVERTER = "convert_hf_to_gguf.py"
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
@@ -43,6 +44,8 @@ OF_CONVERTER = ("f32", "f16", "bf16", "q8_0")
 MODEL_TYPES = (*OF_CONVERTER, "q4_0")
 GGUF_BLOCK = 32  # weights that share a scale in Q4_0 and Q8_0
 ENDS = ("token_embd", "output")  # embeddings and head in GGUF
+# Bytes of 32 weights in each type: those of 8 and of 4 bits have a scale of 16 bits beside them
+BLOCK_BYTES = {"f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q4_0": 18}
 SHOWN_LINES = 8  # of what the converter said, where it fails
 NAMING_CODE = ("config.json", "tokenizer_config.json")  # files by which transformers finds code of a model's own
 
@@ -146,6 +149,33 @@ def _has_auto_map(values: Any) -> bool:
 def gguf_name(kind: str, type_name: str) -> str:
     """The name of a GGUF file, such as `model-Q8_0.gguf`."""
     return f"{kind}-{type_name.upper()}.gguf"
+
+
+def check_room(out: Path, types: Sequence[str], base: Sequence[StoredTensor]) -> None:
+    """Refuse a folder that has no room for a merged model and its GGUF files, before anything is merged.
+
+    Args:
+        out: the folder, which may have some of the files already.
+        types: of the GGUF files.
+        base: the tensors of the base's files.
+
+    Raises:
+        RunFolderError: it has less room than the files take that are missing.
+    """
+    num_weights = sum(math.prod(tensor.shape) for tensor in base)
+    missing = [name for name in types if not (out / gguf_name("model", name)).is_file()]
+    sizes = [num_weights * BLOCK_BYTES[name] // GGUF_BLOCK for name in missing]
+    if "q4_0" in missing:
+        sizes.append(num_weights * BLOCK_BYTES["f16"] // GGUF_BLOCK)  # the file of which it is made
+    sizes += [tensor.num_bytes for tensor in base if not (out / tensor.file.name).is_file()]
+    needed = sum(sizes)
+    free = free_bytes(out)
+    if free < needed:
+        raise RunFolderError(
+            f"out={out} has room for {show_bytes(free)}, and the merged model and its GGUF files "
+            f"({', '.join(missing)}) take {show_bytes(needed)}. Free space there, set out to a folder on another disk, "
+            "or leave types out of gguf."
+        )
 
 
 def write_gguf_model(merged: Path, types: Sequence[str], llama_cpp: str | None, trusts_code: bool) -> list[Path]:
