@@ -76,6 +76,7 @@ REPORT_FILE = "merge_report.json"
 CARD_FILE = "README.md"
 FAILED = "the comparison failed, as the log of the merge says."  # the card, which may be published, quotes no paths
 MODELFILE = "Modelfile"
+BASE_FILE = "base.gguf"  # beside an adapter, as its Modelfile names it: Ollama puts one on no other kind of file
 
 
 @dataclass
@@ -190,7 +191,7 @@ def _write_gguf(settings: MergeSettings, config: Config, merged: Merge) -> bool:
 
 def _write_adapter_gguf(settings: MergeSettings, config: Config, trained: AssembledModel, processes: Processes) -> None:
     """Write the adapter alone as GGUF files, with a Modelfile that puts it on its base."""
-    from qlora_fsdp.inference.gguf_files import write_gguf_adapter
+    from qlora_fsdp.inference.gguf_files import MODEL_CONVERTER, find_converter, write_gguf_adapter
     from qlora_fsdp.inference.merge_files import merging_to
     from qlora_fsdp.inference.modelfile import end_marks, make_modelfile
 
@@ -201,19 +202,23 @@ def _write_adapter_gguf(settings: MergeSettings, config: Config, trained: Assemb
             trained, Path(settings.adapter).expanduser(), out, settings.gguf_types, settings.llama_cpp
         )
         tokenizer = trained.tokenizer
-        lines = [f"FROM {trained.files.folder}", f"ADAPTER ./{files[0].name}"]
+        lines = [f"# {BASE_FILE} is a GGUF file of the base model", f"FROM ./{BASE_FILE}", f"ADAPTER ./{files[0].name}"]
         arguments = config.data.template_arguments
         write_atomically(out / MODELFILE, make_modelfile(lines, tokenizer, arguments, end_marks(tokenizer)))
     folder = shlex.quote(str(out))
+    base = shlex.quote(str(out / BASE_FILE))
+    converter = shlex.quote(str(find_converter(MODEL_CONVERTER, settings.llama_cpp) or MODEL_CONVERTER))
     log.info(
-        f"GGUF: {', '.join(file.name for file in files)} in {out}, the adapter alone, for GGUF files of its base:\n"
-        f"  llama-server --model BASE.gguf --lora {shlex.quote(str(files[0]))}\n"
+        f"GGUF: {', '.join(file.name for file in files)} in {out}, the adapter alone, for a GGUF file of its base:\n"
+        f"  python {converter} {shlex.quote(str(trained.files.folder))} --outfile {base}\n"
+        f"  llama-server --model {base} --lora {shlex.quote(str(files[0]))}\n"
         f"  cd {folder} && ollama create NAME --file {MODELFILE} && ollama run NAME"
     )
 
 
 def _report(settings: MergeSettings, config: Config, merged: Merge, processes: Processes) -> None:
     """Compare what was written with base and adapter; say it, and write it into the folder of the result."""
+    from qlora_fsdp.inference.gguf_files import gguf_name
     from qlora_fsdp.inference.merge_files import merging_to
     from qlora_fsdp.inference.merge_report import advise, describe_report
     from qlora_fsdp.inference.merged_card import make_merged_card
@@ -249,7 +254,10 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
     with merging_to(merged.out):
         if not isinstance(found, str):
             write_json(merged.out / REPORT_FILE, about | found.as_json())
-        write_atomically(merged.out / CARD_FILE, make_merged_card(base, format, onto, auto_class, found))
+        files = [gguf_name("model", name) for name in settings.gguf_types]
+        has_bitsandbytes = settings.quantize in ("nf4", "fp4")
+        card = make_merged_card(base, format, onto, auto_class, found, has_bitsandbytes, files)
+        write_atomically(merged.out / CARD_FILE, card)
     if not isinstance(found, str):
         print_result(json.dumps(about | found.as_json()))
 

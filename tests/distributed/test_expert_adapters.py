@@ -261,7 +261,7 @@ def test_what_can_not_be_written_with_an_adapter_for_each_expert(bases, stock, o
     for name, chosen in (("attention", {"target_modules": ["q_proj"]}), ("down", {"target_parameters": ["down_proj"]})):
         model = peft.get_peft_model(load(bases["mixtral"]), peft.LoraConfig(task_type="CAUSAL_LM", **chosen))
         model.save_pretrained(tmp_path / name)
-    assert "no adapters of experts and one scaling for all layers, so vLLM reads it as it is" in said(
+    assert "no adapters of experts and one scaling for all layers, so vLLM and SGLang read it as it is" in said(
         "mixtral", tmp_path / "attention"
     )
     assert "has no adapter of model.layers.0.mlp.experts.gate_up_proj" in said("mixtral", tmp_path / "down")

@@ -10,6 +10,7 @@ import yaml
 
 from qlora_fsdp.common.hub import hub_name
 from qlora_fsdp.common.text import printable
+from qlora_fsdp.inference.merged_card import make_merged_card
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, make_card, read_license
 
 FACTS = CardFacts(
@@ -45,6 +46,8 @@ def test_a_card_tells_what_a_user_of_the_adapter_asks():
         "| held-out rows | 2.5000 before training | 1.7500 after 300 steps |",
         "| training rows | 2.6000 in the first 10 steps | 1.5000 in the last 10 steps |",
         "vllm serve org/base-1b --enable-lora --max-lora-rank 32",
+        "sglang.launch_server --model-path org/base-1b --enable-lora \\\n  --lora-paths adapter=path/to/this/folder\n",
+        " out=merged gguf=q8_0 llama_cpp=llama.cpp\nllama-server --model merged/model-Q8_0.gguf\n",
         "What the model wrote:\n\n```\nIt removes spaces.\n```",
         "trained with qlora-fsdp",
         ": 300 steps.",
@@ -61,6 +64,21 @@ def test_a_card_is_honest_about_what_is_not_known():
     assert "| training rows | 2.5000 in the first 4 steps | 1.5000 in the last 4 steps |" in card
     assert "because it is a DoRA adapter" in card and "--enable-lora" not in card and "Random tokens" in card
     assert "vllm" not in make_card(facts, "code()", is_classifier=True)
+
+
+def test_a_card_has_an_adapter_of_rslora_written_anew_for_sglang():
+    plain, scaled = (make_card(replace(FACTS, use_rslora=value), "code()") for value in (False, True))
+    assert "write=adapter" not in plain and "--lora-modules adapter=path/to/this/folder" in scaled
+    assert "out=for-servers write=adapter\npython -m sglang.launch_server" in scaled
+    assert "--lora-paths adapter=for-servers" in scaled
+
+
+@pytest.mark.parametrize(("is_coded", "option"), [(False, ""), (True, " --load-format bitsandbytes")])
+def test_the_card_of_a_merged_model_says_how_servers_take_it(is_coded: bool, option: str):
+    card = make_merged_card("org/base-1b", "in nf4", "it", "AutoModel", "report=false.", is_coded, ["model-Q4_0.gguf"])
+    folder = "path/to/this/folder"
+    assert f"vllm serve {folder}\npython -m sglang.launch_server --model-path {folder}{option}\n" in card
+    assert f"llama-server --model {folder}/model-Q4_0.gguf\ncd {folder} && ollama create NAME" in card
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> dict[st
     experts = dict(adapted_experts(trained.model.base))
     renamed = find_renamed(trained.model.base, stored)
     has_patterns = bool(config.rank_pattern or config.alpha_pattern)
-    if not experts and not has_patterns and not renamed:
+    if not experts and not has_patterns and not renamed and not config.use_rslora:  # which SGLang does not read
         raise AdapterError(
-            f"adapter={adapter} has no adapters of experts and one scaling for all layers, so vLLM reads it as it is. "
-            "Give it that."
+            f"adapter={adapter} has no adapters of experts and one scaling for all layers, so vLLM and SGLang read it "
+            "as it is. Give them that."
         )
     _check_experts(trained, adapter, stored, has_patterns, bool(renamed))
     _check_linears(trained, adapter, stored)

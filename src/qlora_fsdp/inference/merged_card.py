@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from qlora_fsdp import __version__
 from qlora_fsdp.common.hub import hub_name
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.inference.merge_report import MergeReport
-from qlora_fsdp.model.adapters.model_card import code, fence
+from qlora_fsdp.model.adapters.model_card import GGUF_COMMANDS, SERVER_COMMANDS, code, fence
 
+FOLDER = "path/to/this/folder"
 LOADING = """\
 from transformers import {auto_class}, AutoTokenizer
 
@@ -22,7 +24,13 @@ model = {auto_class}.from_pretrained(folder, dtype="auto")"""
 
 
 def make_merged_card(
-    base: str | None, format: str, onto: str, auto_class: str | None, report: MergeReport | str
+    base: str | None,
+    format: str,
+    onto: str,
+    auto_class: str | None,
+    report: MergeReport | str,
+    has_bitsandbytes: bool,
+    gguf_files: Sequence[str],
 ) -> str:
     """Returns the text of README.md.
 
@@ -32,6 +40,8 @@ def make_merged_card(
         onto: what the adapter was merged onto, in words.
         auto_class: transformers' class that loads the model; None for a classifier, which is not served.
         report: what the model keeps of what was trained, or why that is not known.
+        has_bitsandbytes: whether its weights are codes of bitsandbytes, which SGLang has to be told.
+        gguf_files: the names of the GGUF files beside it.
     """
     named = hub_name(base)
     shown = f"[{named}](https://huggingface.co/{named})" if named else code(Path(base or "a base model").name)
@@ -43,7 +53,10 @@ def make_merged_card(
     ]
     if auto_class is not None:
         parts += ["## Use", fence(LOADING.format(auto_class=auto_class), "python")]
-        parts += [fence("vllm serve path/to/this/folder", "sh")]
+        options = " --load-format bitsandbytes" if has_bitsandbytes else ""
+        parts += ["With vLLM or SGLang:", fence(SERVER_COMMANDS.format(folder=FOLDER, options=options), "sh")]
+    if gguf_files:
+        parts += ["With llama.cpp or Ollama:", fence(GGUF_COMMANDS.format(folder=FOLDER, file=gguf_files[0]), "sh")]
     front = _front_matter(named, auto_class)
     return f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
 

@@ -75,6 +75,7 @@ def describe_adapter(
         rank=max(lora.r, *lora.rank_pattern.values(), 1),
         needs_export=serving.export,
         needs_merge=serving.merge,
+        use_rslora=lora.use_rslora,
         prompt=_describe_prompt(form, prepared.tokenizer),
         example=_example(folder),
         loss=_name_loss(spec.modules.task),

@@ -37,6 +37,12 @@ from qlora_fsdp.runtime.hardware import dtype_name
 MAX_EXAMPLE = 1500  # characters of a prompt, or of what the model wrote
 MAX_LICENSE_BYTES = 2**16  # of a card in which a license is looked for
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's --max-lora-rank has
+SERVER_COMMANDS = """\
+vllm serve {folder}
+python -m sglang.launch_server --model-path {folder}{options}"""
+GGUF_COMMANDS = """\
+llama-server --model {folder}/{file}
+cd {folder} && ollama create NAME --file Modelfile && ollama run NAME"""
 CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
 USAGE = """\
 from peft import PeftModel
@@ -119,6 +125,7 @@ class CardFacts:
         rank: the largest of the adapter.
         needs_export: why vLLM serves it only as `merge write=adapter` writes it; None if that is not so.
         needs_merge: why vLLM can't serve it beside its base in any form; None if it can.
+        use_rslora: whether its scaling is rsLoRA's, which SGLang does not know.
         prompt: how a prompt is written for the adapter.
         example: a prompt and what the model wrote; None if it wrote nothing during training.
         loss: what the losses are means of.
@@ -140,6 +147,7 @@ class CardFacts:
     rank: int = 8
     needs_export: str | None = None
     needs_merge: str | None = None
+    use_rslora: bool = False
     prompt: str = ""
     example: tuple[str, str] | None = None
     loss: str = "loss per token, in nats"
@@ -256,22 +264,47 @@ def _losses(facts: CardFacts) -> str:
 
 
 def _serving(facts: CardFacts) -> list[str]:
+    """Commands of servers: beside the base where they take the adapter so, and merged into one GGUF file."""
+    merge = "qlora-fsdp merge adapter=path/to/this/folder"
+    converting = f"{merge} out=merged gguf=q8_0 llama_cpp=llama.cpp"
+    using = GGUF_COMMANDS.format(folder="merged", file="model-Q8_0.gguf")
+    for_gguf = [
+        "With llama.cpp or Ollama, merged into its base (llama.cpp/ is a clone of its repository, for its converter):",
+        fence(f"{converting}\n{using}", "sh"),
+    ]
     if facts.needs_merge is not None:
         why = f"vLLM does not serve this adapter beside its base, because {facts.needs_merge}. Make one model of both:"
-        command = "qlora-fsdp merge adapter=path/to/this/folder out=merged\nvllm serve merged"
-        return [why, fence(command, "sh")]
+        return [
+            why,
+            fence(f"{merge} out=merged\n{SERVER_COMMANDS.format(folder='merged', options='')}", "sh"),
+            *for_gguf,
+        ]
     rank = next((rank for rank in VLLM_RANKS if rank >= facts.rank), facts.rank)
-    start = f"vllm serve {facts.base or LOCAL_BASE} --enable-lora --max-lora-rank {rank} \\\n  --lora-modules adapter="
+    base = facts.base or LOCAL_BASE
+    vllm = f"vllm serve {base} --enable-lora --max-lora-rank {rank} \\\n  --lora-modules adapter="
+    sglang = f"python -m sglang.launch_server --model-path {base} --enable-lora \\\n  --lora-paths adapter="
+    export = f"{merge} out=for-servers write=adapter\n"
+    folder = "path/to/this/folder"
     if facts.needs_export is not None:
         why = (
             f"This folder is for PEFT. vLLM wants its layers in another form, because {facts.needs_export}; "
             "qlora-fsdp merge write=adapter writes them for vLLM, in which the adapter is then a model of the name "
             "`adapter`:"
         )
-        export = "qlora-fsdp merge adapter=path/to/this/folder out=for-vllm write=adapter"
-        return [why, fence(f"{export}\n{start}for-vllm", "sh")]
-    command = f"{start}path/to/this/folder"
-    return ["With vLLM, in which the adapter is then a model of the name `adapter`:", fence(command, "sh")]
+        commands = [why, fence(f"{export}{vllm}for-servers", "sh")]
+    else:
+        why = "With vLLM, in which the adapter is then a model of the name `adapter`:"
+        commands = [why, fence(f"{vllm}{folder}", "sh")]
+    if facts.use_rslora and facts.needs_export is None:
+        why = (
+            f"With SGLang, in which it is the model `{base}:adapter`. SGLang does not know rsLoRA, by which this "
+            "adapter is scaled, and would apply a part of it; so the scaling is written into its weights first:"
+        )
+        commands += [why, fence(f"{export}{sglang}for-servers", "sh")]
+    else:
+        used = folder if facts.needs_export is None else "for-servers"
+        commands += [f"With SGLang, in which it is the model `{base}:adapter`:", fence(f"{sglang}{used}", "sh")]
+    return [*commands, *for_gguf]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_code: bool = True) -> str:
