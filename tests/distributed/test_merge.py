@@ -502,3 +502,17 @@ def test_a_disk_without_room_for_gguf_is_refused_before_the_merge(adapters, tmp_
     message = capsys.readouterr().err
     assert "merged has room for 0.2 MiB, and the merged model and its GGUF files (f16, q4_0) take " in message
     assert not (tmp_path / "merged").exists()
+
+
+def test_what_a_killed_conversion_has_left_is_removed(tmp_path: Path):
+    code = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('whole')"
+    (tmp_path / "convert_hf_to_gguf.py").write_text(code)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    with pytest.raises(AssertionError), files.replacing(merged / "model-Q8_0.gguf"):
+        (left,) = merged.iterdir()
+        shutil.copytree(left, tmp_path / left.name)  # as it would be after SIGKILL
+        raise AssertionError
+    shutil.move(tmp_path / left.name, merged)
+    (file,) = gguf_files.write_gguf_model(merged, ["q8_0"], str(tmp_path), trusts_code=False)
+    assert file.read_text() == "whole" and list(merged.iterdir()) == [file]

@@ -28,7 +28,7 @@ import peft
 from safetensors.torch import save_file
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, Problem, RunFolderError
-from qlora_fsdp.common.files import free_bytes, replacing
+from qlora_fsdp.common.files import free_bytes, remove_leftovers, replacing
 from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import printable_lines, show_bytes
@@ -198,6 +198,7 @@ def write_gguf_model(merged: Path, types: Sequence[str], llama_cpp: str | None, 
     for name, file in zip(types, files, strict=True):
         if file.is_file():
             continue
+        remove_leftovers(file)  # of a merge that was killed, which may be as large as the file
         with replacing(file) as temporary:
             if name in OF_CONVERTER:
                 _convert(converter, [str(merged), "--outfile", str(temporary), "--outtype", name])
