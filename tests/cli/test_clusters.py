@@ -346,6 +346,27 @@ def test_a_program_that_is_not_here_is_named(typed: list[str], program: str, tmp
     assert "launch.dry_run=true prints the" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "fix"), [(KUBERNETES, "copy it to the volume of"), (SKYPILOT, "put it into a bucket")]
+)
+def test_files_that_are_on_this_host_alone_are_told(typed: list[str], fix: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+
+    def told(*more: str) -> str:
+        command = [sys.executable, str(SCRIPT), "train", *RUN, *typed, SHARED, *more]
+        done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert f"Note: data.path=rows.jsonl is on this host alone. Unless the image has it, {fix}" in told(
+        "data=rows.jsonl"
+    )
+    assert "on this host alone" not in told()
+    if typed is SKYPILOT:
+        assert "on this host alone" not in told("data=rows.jsonl", f"skypilot.workdir={tmp_path}")
+
+
 def test_every_path_of_the_dockerfile_is_there() -> None:
     """What can be checked without an engine: its instructions, its paths, the pinned image, and what is installed."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")

@@ -161,8 +161,9 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     (folder / "adapter" / "chat_template.jinja").unlink()
     (asks,) = commands_for(folder / "adapter", is_causal=True, is_random=True, trusts_code=False)
     assert asks == f'qlora-fsdp generate {given} prompt="..."', "chat refuses a tokenizer without a chat template"
+    predicts = "qlora-fsdp predict adapter=a data.path=FILE out=predictions.csv"
     evaluates = "qlora-fsdp evaluate adapter=a data.path=FILE"
-    assert commands_for(Path("a"), is_causal=False, is_random=True, trusts_code=False) == [evaluates]
+    assert commands_for(Path("a"), is_causal=False, is_random=True, trusts_code=False) == [predicts, evaluates]
     config = load_config(["model.path=some/model", "data=random", "model.trust_remote_code=true"])
     asks, merges, pushes = describe_end(folder, summary, True, False, trusts_code=True).splitlines()[-3:]
     assert asks == f'  qlora-fsdp generate {given} model.trust_remote_code=true prompt="..."', (

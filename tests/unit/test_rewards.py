@@ -56,6 +56,9 @@ def together(completions, **kwargs):
 def leaves(completions, **kwargs):
     os._exit(3)
 
+def column(completions, solution, **kwargs):
+    return [1.0 for _ in solution]
+
 def secrets(completions, **kwargs):
     return [float(sum(name in os.environ for name in ("RANK", "QLORA_FSDP_RUN_KEY")))] * len(completions)
 """
@@ -110,7 +113,8 @@ def test_functions_get_what_trl_gives_them(file: Path, monkeypatch: pytest.Monke
         ("word", r"""word returned 'x', which is no number, for the answer "no" to rows.jsonl:2"""),
         ("together", r"together raised ValueError: one at a time"),
         ("leaves", r"leaves has ended by itself \(exit code 3\)"),
-        ("missing", r"rewards.py has no function missing"),
+        ("missing", r"missing can't be loaded: .*rewards.py has no function missing; it has .*raises"),
+        ("column", r"column asks for solution, which is no column of the rows \(columns besides the prompt: answer\)"),
     ],
 )
 def test_a_function_that_fails_is_named_with_row_and_answer(file: Path, name: str, told: str) -> None:

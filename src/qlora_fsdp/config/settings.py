@@ -7,6 +7,7 @@ import difflib
 import inspect
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -294,6 +295,9 @@ def _nearest_value(setting: Setting, value: Any) -> Any:
     if setting.type is int and isinstance(value, float) and math.isfinite(value):
         lowest = -math.inf if setting.bounds is None else setting.bounds.low
         return int(max(round(value), lowest))
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", word)
+    if setting.type is float and percent is not None:
+        return float(percent[1]) / 100
     if setting.type == list[str] and isinstance(value, str) and value not in ("none", "null", "all", ""):
         return [value]
     return None if setting.type is str else setting.default

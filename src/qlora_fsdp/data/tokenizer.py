@@ -348,6 +348,11 @@ def load_from_files(model: ModelConfig) -> PreTrainedTokenizerBase:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of `tokenizers`, in Rust
             raise
         if unreachable is not None:
+            if path == model.path:
+                fix = (
+                    "Set model.path to a folder that has the model, such as `hf download --local-dir FOLDER "
+                    f"{path}` makes on a host that reaches the hub. For the tokenizer alone s{fix[1:]}"
+                )
             raise CheckpointError(
                 f"No tokenizer could be loaded from {path}: it is no folder here, the hub can't be reached "
                 f"({name_error(unreachable)}), and its cache has none. {fix}"

@@ -24,6 +24,7 @@ from qlora_fsdp.launch.node_script import (
     folders_not_kept,
     job_names,
     node_script,
+    notes_on_files_left_here,
     refuse_launch_settings,
     sweep_that_waits,
 )
@@ -54,6 +55,10 @@ def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
             documents += _job(job, name)
         else:
             documents.append(_train_job(job, name))
+    not_copied = f"copy it to the volume of kubernetes.claim, and name it as a path below {settings.mount_path}."
+    mounts = [settings.mount_path]
+    for note in notes_on_files_left_here(jobs, mounts, not_copied, workdir=None):
+        print(note, file=sys.stderr)  # a dry run's documents are on stdout
     if jobs[0].config.launch.dry_run:
         print(as_yaml(documents), end="")
         if settings.nodes > 1:  # no secret is printed

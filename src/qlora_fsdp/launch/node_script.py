@@ -16,7 +16,9 @@ from typing import Any
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
-from qlora_fsdp.config.settings import problem_about
+from qlora_fsdp.common.hub import path_exists
+from qlora_fsdp.config.schema.facets import Hosts
+from qlora_fsdp.config.settings import all_settings, problem_about, show, value_of
 from qlora_fsdp.launch.sweep import Job, Sweep
 
 MEETING_PORT = 29500
@@ -107,6 +109,32 @@ def folders_not_kept(jobs: Sequence[Job], mounts: Sequence[str], fix: str) -> It
             reason = "is on no volume that outlives a node and that all nodes share."
             yield Problem(f"run.folder={job.folder}", reason, fix, "run.folder")
             return
+
+
+def notes_on_files_left_here(jobs: Sequence[Job], mounts: Sequence[str], fix: str, workdir: str | None) -> list[str]:
+    """Returns a line for each setting that names a file or folder of this host which no node of a job may see.
+
+    It is no error: the image may have the same file.
+
+    Args:
+        jobs: those of a sweep, or one.
+        mounts: folders where nodes see volumes that outlive them.
+        fix: what to do about it, as the end of a sentence that begins with "unless the image has it,".
+        workdir: the folder of this host of which each node gets a copy, and in which the run starts.
+    """
+    notes: dict[str, None] = {}
+    for job in jobs:
+        for key, setting in all_settings().items():
+            if setting.facets.hosts is not Hosts.place:
+                continue
+            value = value_of(job.config, key)
+            paths = [value] if isinstance(value, str) else list(value or [])
+            for path in paths:
+                is_copied = workdir is not None and not Path(path).is_absolute() and (Path(workdir) / path).exists()
+                is_seen = is_copied or any(is_below(path, mount) for mount in mounts)
+                if path_exists(path) and not is_seen:
+                    notes[f"Note: {show(key, path)} is on this host alone. Unless the image has it, {fix}"] = None
+    return list(notes)
 
 
 def is_below(path: str, mount: str) -> bool:

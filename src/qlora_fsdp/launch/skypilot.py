@@ -25,6 +25,7 @@ from qlora_fsdp.launch.node_script import (
     folders_not_kept,
     job_names,
     node_script,
+    notes_on_files_left_here,
     refuse_launch_settings,
     sweep_that_waits,
 )
@@ -39,6 +40,7 @@ SAVED = [138, 143]  # exit codes of a run that a signal has told to save
 NOT_SAVED = (
     "Note: a spot machine may be gone without a signal, and the run begins anew then. Set checkpoint.every_minutes=15."
 )
+NOT_COPIED = "put it into a bucket of skypilot.file_mounts, or below skypilot.workdir, and name it from there."
 NO_MOUNT = 'Set skypilot.file_mounts={/shared: "s3://BUCKET"} and run.folder=/shared/NAME.'
 
 
@@ -55,6 +57,8 @@ def submit_to_skypilot(jobs: list[Job], sweep: Sweep) -> None:
     _check(jobs, sweep)
     if settings.use_spot and not any(map(_saves_on_the_way, jobs)):
         print(NOT_SAVED, file=sys.stderr)  # a dry run's task is on stdout
+    for note in notes_on_files_left_here(jobs, list(settings.file_mounts), NOT_COPIED, settings.workdir):
+        print(note, file=sys.stderr)
     tasks = [_task(job, name) for job, name in zip(jobs, job_names(jobs), strict=True)]
     if jobs[0].config.launch.dry_run:
         print(as_yaml(tasks), end="")

@@ -136,8 +136,13 @@ def commands_for(adapter: Path, is_causal: bool, is_random: bool, trusts_code: b
     given = f"adapter={shlex.quote(str(adapter))}"
     loaded = given + trust(trusts_code)
     has_chats = read_trained_on(str(adapter)) in (None, DataFormat.messages)
-    asks = ask(loaded, adapter) if has_chats else f'qlora-fsdp generate {loaded} raw=true prompt="..."'
-    commands = [asks if is_causal else f"qlora-fsdp evaluate {loaded} data.path=FILE"]
+    if not is_causal:
+        commands = [f"qlora-fsdp {name} {loaded} data.path=FILE" for name in ("predict", "evaluate")]
+        commands[0] += " out=predictions.csv"
+    elif has_chats:
+        commands = [ask(loaded, adapter)]
+    else:
+        commands = [f'qlora-fsdp generate {loaded} raw=true prompt="..."']
     if not is_random:
         merged = shlex.quote(str(adapter.with_name("merged")))
         commands.append(f"qlora-fsdp merge {loaded} out={merged}")

@@ -42,10 +42,21 @@ from qlora_fsdp.config.settings import (
 )
 
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
-# What people call an option of a group, where that is too different to be guessed.
-OPTION_WORDS = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
+# What people call an option of a group, where that is too different to be guessed. A second word is a setting.
+OPTION_WORDS = {
+    "quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"},
+    "task": {
+        **dict.fromkeys(("sft", "clm", "lm", "causal", "instruct", "text_generation"), "causal_lm"),
+        **{loss: f"preference preference.loss={loss}" for loss in ("dpo", "ipo", "simpo", "cpo", "orpo", "kto")},
+        **dict.fromkeys(("rm", "reward_model", "reward_modeling"), "reward"),
+        **dict.fromkeys(("ppo", "rl", "rlvr", "rloo"), "grpo"),
+        **dict.fromkeys(("classification", "text_classification", "regression"), "sequence_classification"),
+        "ner": "token_classification",
+    },
+}
 _HYDRAS = ("hydra.", "hydra/")  # how its own settings and groups begin
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+_DECIMAL_COMMA = re.compile(r"\d+,\d+(?:[eE][-+]?\d+)?")
 _VALUE = re.compile(rf"""({_QUOTED}|(?:\[[^\]]*\]|\{{[^}}]*\}}|[^,])*),""")  # of a sweep, with the comma behind it
 
 
@@ -281,6 +292,9 @@ def _find_problem(text: str, folders: Sequence[Path]) -> Problem | None:
         return Problem(text, "is not of the form key=value.", fix)
     if key in FORMER:
         return unknown_setting(key, value)
+    is_text = key in all_settings() and all_settings()[key].has_texts
+    if value.startswith("=") and not is_text:
+        return Problem(text, "has two equals signs.", f"Write {key}{value}.")
     if key.startswith("hydra/") and value == "null":  # Hydra would end with a traceback
         return Problem(text, "names no option.", f"Leave {key} out.")
     if key.startswith(_HYDRAS):
@@ -314,6 +328,8 @@ def _several_values(text: str, key: str, is_group: bool) -> Problem:
         may_be_list = takes_anything or get_origin(setting.type) is list
         may_be_text = takes_anything or setting.type is str
     fix = "For a sweep add -m"
+    if setting is not None and setting.type is float and _DECIMAL_COMMA.fullmatch(value):
+        fix += f", for a number with a fraction write {key}={value.replace(',', '.')}"
     if may_be_list:
         fix += f", for a list write {key}=[{value}]"
     if may_be_text:

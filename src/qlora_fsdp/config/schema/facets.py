@@ -88,7 +88,7 @@ class Bounds:
 
     def __str__(self) -> str:
         text = f"at least {self.low:g}" if self.includes_low else f"greater than {self.low:g}"
-        return text + (f" and less than {self.high:g}" if math.isfinite(self.high) else "")
+        return text + (f" and less than {self.high:.10g}" if math.isfinite(self.high) else "")
 
 
 def at_least(low: float, below: float = math.inf) -> Bounds:

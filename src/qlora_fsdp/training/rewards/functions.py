@@ -178,7 +178,8 @@ class _Worker:
             raise RewardError(f"reward.functions: {self.name} {late}.") from None
         if not line:
             code = self.process.wait()
-            raise RewardError(f"reward.functions: the process of {self.name} has ended by itself (exit code {code}).")
+            reason = f"the process of {self.name} has ended by itself (exit code {code})"
+            raise RewardError(f"reward.functions: {reason}. Correct it there.")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise RewardError(_explain(self.name, reply["error"], reply["row"], answers))

@@ -65,10 +65,12 @@ def load_function(name: str) -> Function:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        raise BadReward(f"{file} can't be run: {_told(error)}") from error
+        raise BadReward(f"can't be loaded: {file} can't be run: {_told(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise BadReward(f"{file} has no function {attribute}")
+        names = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        has = f"; it has {', '.join(names)}" if names else ""
+        raise BadReward(f"can't be loaded: {file} has no function {attribute}{has}")
     return function  # type: ignore[no-any-return]
 
 
@@ -90,6 +92,13 @@ def reward(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     logged = _Logged({}, {})
     number = len(request["prompts"])
+    given = _arguments(request, range(number), logged)
+    missing = [name for name in _required_names(function) if name not in given]
+    if missing:
+        columns = ", ".join(request["columns"]) or "none"
+        raise BadReward(
+            f"asks for {missing[0]}, which is no column of the rows (columns besides the prompt: {columns})"
+        )
     try:
         returned = _call(function, request, range(number), logged)
     except Exception as first:
@@ -130,11 +139,18 @@ class _Logged:
         self.extra[str(column)] = [str(value) for value in values]
 
 
-def _call(function: Function, request: dict[str, Any], rows: range, logged: _Logged) -> Any:
-    """Call a function about some of the answers. It gets what it has names for, or all if it takes any."""
+def _required_names(function: Function) -> list[str]:
+    """The arguments that a function can't be called without."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [each.name for each in parameters if each.kind in kinds and each.default is each.empty]
+
+
+def _arguments(request: dict[str, Any], rows: range, logged: _Logged) -> dict[str, Any]:
+    """All that a function may ask for, about some of the answers."""
     some = slice(rows.start, rows.stop)
     columns = {name: values[some] for name, values in request["columns"].items()}
-    given = {
+    return {
         **columns,
         "prompts": request["prompts"][some],
         "completions": request["completions"][some],
@@ -144,6 +160,11 @@ def _call(function: Function, request: dict[str, Any], rows: range, logged: _Log
         "log_metric": logged.log_metric,
         "log_extra": logged.log_extra,
     }
+
+
+def _call(function: Function, request: dict[str, Any], rows: range, logged: _Logged) -> Any:
+    """Call a function about some of the answers. It gets what it has names for, or all if it takes any."""
+    given = _arguments(request, rows, logged)
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known = {parameter.name for parameter in parameters}
