@@ -428,7 +428,7 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
 
 def _are_pairs(rows: str, data: DataSpec) -> bool:
     """Whether the rows are pairs of answers, and no texts."""
-    from qlora_fsdp.data.form import find_first
+    from qlora_fsdp.data.read import find_first
 
     data = replace(data, settings=replace(data.settings, path=rows, mix={}))
     as_texts = replace(data, task=TaskSpec(TaskConfig(TaskName.causal_lm)))

@@ -13,7 +13,7 @@ import yaml
 
 from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.convert.__main__ import convert_file, main
-from qlora_fsdp.config.convert.their_settings import NOT_KNOWN
+from qlora_fsdp.config.convert.common_settings import NOT_KNOWN
 from qlora_fsdp.config.data_sets import all_paths
 from qlora_fsdp.config.reading.compose import load_config
 from tests.cli.launch import run_forked

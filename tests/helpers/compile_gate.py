@@ -10,15 +10,15 @@ import json
 import sys
 from typing import Any
 
-from qlora_fsdp.layers.kernels import triton_gate, triton_gate_backward
+from qlora_fsdp.layers.kernels import triton_gate
 from tests.helpers.compile_kernel import shared_bytes
 
 FLOATS = ("grad_h", "grad_factors", "h_down", "scaling_gate", "scaling_up")
 SIZES = ("num_rows", "width", "rows_a_split", "columns_a_split", "rank_gate", "rank_up", "rank_down")
 KERNELS = [
     (triton_gate._gate_forward_kernel, triton_gate.FORWARD),
-    (triton_gate_backward._gate_backward_down_kernel, triton_gate_backward.DOWN),
-    (triton_gate_backward._gate_backward_along_kernel, triton_gate_backward.ALONG),
+    (triton_gate._gate_backward_down_kernel, triton_gate.DOWN),
+    (triton_gate._gate_backward_along_kernel, triton_gate.ALONG),
 ]
 
 

@@ -180,12 +180,13 @@ class TestTritonKernels:
     def test_gate(self, triton_modules, monkeypatch: pytest.MonkeyPatch, activation: str):
         triton_gate, _ = triton_modules
         tiles = triton_gate.GateTiles(rows=32, columns=32, num_warps=4, num_stages=1)
-        backward = import_module("qlora_fsdp.layers.kernels.triton_gate_backward")
-        for module, name in ((triton_gate, "FORWARD"), (backward, "ALONG"), (backward, "DOWN")):
-            monkeypatch.setattr(module, name, tiles)
-        for module in (triton_gate, backward):
-            monkeypatch.setattr(module, "MIN_PROGRAMS", 6)  # so that columns are split
-        monkeypatch.setattr(backward, "MAX_ROWS", 64)  # so that there are two launches, the first of which splits rows
+        for name in ("FORWARD", "ALONG", "DOWN"):
+            monkeypatch.setattr(triton_gate, name, tiles)
+        for name in ("MIN_PROGRAMS", "MIN_BACKWARD_PROGRAMS"):
+            monkeypatch.setattr(triton_gate, name, 6)  # so that columns are split
+        monkeypatch.setattr(
+            triton_gate, "MAX_ROWS", 64
+        )  # so that there are two launches, the first of which splits rows
         torch.manual_seed(0)
         gate_up, h, grad_h_down = torch.randn(70, 320), torch.randn(70, 14), torch.randn(70, 5)
         small = (torch.randn(160, 8), torch.randn(160, 6), torch.randn(5, 160))
@@ -203,7 +204,7 @@ class TestTritonKernels:
         scalings = (2.0, 0.5)
         monkeypatch.setattr(gated_mlp, "_fits_kernels", lambda _: True)
         for max_rank_down in (0, 8):  # along rows, and down columns
-            monkeypatch.setattr(backward, "MAX_RANK_DOWN", max_rank_down)
+            monkeypatch.setattr(triton_gate, "MAX_RANK_DOWN", max_rank_down)
             grad_gate_up = gate_up.clone()
             inputs = GateInputs(grad_gate_up, h, *small, activation)
             grads = gated_mlp.gate_backward(inputs, grad_act.clone(), grad_h_down, scalings)

@@ -22,7 +22,7 @@ from qlora_fsdp.config.reading.commands import (
 )
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.form import find_form
+from qlora_fsdp.data.read import find_form
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
 from qlora_fsdp.generate import GenerateSettings, _read_rows, tokenize_prompts

@@ -18,7 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from qlora_fsdp.layers.kernels import (
     triton_delta_rule,
     triton_delta_rule_backward,
-    triton_gated_norm,
+    triton_norm,
     triton_short_convolution,
 )
 from qlora_fsdp.layers.kernels.triton_delta_rule import Chunks
@@ -136,8 +136,8 @@ def test_the_gated_norm_of_the_kernels():
     weights = torch.randn_like(expected)
     of_stock = torch.autograd.grad((expected * weights).sum(), (x, gate))
     inputs = (x.detach(), gate.detach(), norm.weight.detach(), norm.variance_epsilon)
-    found = triton_gated_norm.forward(*inputs)
-    assert_equal([found, *triton_gated_norm.backward(*inputs, weights)], [expected, *of_stock])
+    found = triton_norm.gated_forward(*inputs)
+    assert_equal([found, *triton_norm.gated_backward(*inputs, weights)], [expected, *of_stock])
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""What a message of a conversation says of itself: its role, what it calls, and whether it is trained on."""
+"""What a message of a conversation says of itself: its role, what it calls and thinks, whether it is trained on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ SYSTEM = ("system", "developer")  # roles
 # Keys of a message that say whether it is trained on: the first is ours, `training` Axolotl's and `loss` ms-swift's.
 TRAIN_KEYS = ("train", "weight", "training", "loss")
 PART_KEY = "train_detail"  # of Axolotl's: which characters of a message are trained on
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that templates have for its thoughts
+THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts of a content
+BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
 
 
 def role_of(turn: Any) -> Any:
@@ -99,3 +102,27 @@ def _leaves_of(value: Any) -> list[str]:
     else:
         found.append(json.dumps(value))
     return found
+
+
+def find_thoughts(message: dict[str, Any]) -> str:
+    """The thoughts of an answer, which stand in a field of their own or before its words; empty if it has none."""
+    for key in REASONING:
+        if message.get(key):
+            return str(message[key]).strip()
+    before, _, _ = str(message.get("content")).rpartition(END_THOUGHT)
+    return before.rpartition(BEGIN_THOUGHT)[2].strip()
+
+
+def without_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer that has no thoughts in any of these places; another message as it is."""
+    if message["role"] != "assistant":
+        return message
+    rest = {key: value for key, value in message.items() if key not in REASONING}
+    content = rest.get("content")
+    if isinstance(content, str) and END_THOUGHT in content:
+        rest["content"] = content.rpartition(END_THOUGHT)[2].lstrip("\n")
+    elif isinstance(content, list):
+        rest["content"] = [
+            part for part in content if not (isinstance(part, dict) and part.get("type") in THOUGHT_PARTS)
+        ]
+    return rest

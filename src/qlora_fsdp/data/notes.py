@@ -20,10 +20,8 @@ from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.markers import add_tokens, check_end_token, check_markers
 from qlora_fsdp.data.chats.stops import end_texts_of
 from qlora_fsdp.data.chats.template import Conversation, find_variables
-from qlora_fsdp.data.chats.thoughts import find_thoughts
-from qlora_fsdp.data.form import find_first
-from qlora_fsdp.data.message import as_template_sees
-from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.data.message import as_template_sees, find_thoughts
+from qlora_fsdp.data.read import find_first, training_paths
 from qlora_fsdp.data.row import BadRow, add_system_prompt, holds_turns
 from qlora_fsdp.data.tokenizer import encode, with_template
 

@@ -22,9 +22,10 @@ import pyarrow as pa
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import name_error
-from qlora_fsdp.config.data_sets import SUFFIXES, as_paths, hub_split, split_name
-from qlora_fsdp.config.schema import DataConfig, DataFormat, TaskConfig
+from qlora_fsdp.config.data_sets import SUFFIXES, as_paths, hub_split, settings_for, split_name
+from qlora_fsdp.config.schema import DataConfig, DataFormat, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.columns import MAX_KEYS, MORE_KEYS, NOT_TEXT, rename
 from qlora_fsdp.data.files.find_files import find_files
 from qlora_fsdp.data.files.position import Position
@@ -43,7 +44,8 @@ from qlora_fsdp.data.files.row_files import (
 from qlora_fsdp.data.files.unpacking import Unpacking
 from qlora_fsdp.data.labels import used_label_columns
 from qlora_fsdp.data.layouts import OF_CHATS, is_judgement, text_columns
-from qlora_fsdp.data.read_answers import preference_columns
+from qlora_fsdp.data.read_answers import preference_columns, read_answers
+from qlora_fsdp.data.read_row import read_row
 from qlora_fsdp.data.row import BadRow, parse_row
 
 if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in the cache do not need it
@@ -52,6 +54,7 @@ if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in th
 Paths = str | list[str]  # of one data set, as a setting has them
 OF_TEXTS = ("prompt", "completion", "chosen", "rejected")
 FIRST_ROWS = 10  # of a source, that are looked at: `system` may be empty in the very first ones
+ROWS_LOOKED_AT = 100  # the first of them may be bad
 
 
 @dataclass(frozen=True)
@@ -309,3 +312,32 @@ def look_for_unused(source: Source, columns: Mapping[str, str]) -> tuple[str, ..
     dropped: dict[str, None] = {}
     rows = [raw for _, raw in islice(iterate_rows(note_dropped(source, dropped)), FIRST_ROWS)]
     return find_unused(rows, source, list(dropped), columns)
+
+
+def find_form(spec: DataSpec) -> DataFormat | None:
+    """The form of the first usable training row, never `auto` or `sharegpt`; None as `find_first`."""
+    found = find_first(spec)
+    return None if found is None else found[0]
+
+
+def find_first(spec: DataSpec) -> tuple[DataFormat, dict[str, Any]] | None:
+    """The first usable training row, with its form; of a preference, with the first of its answers.
+
+    None for random tokens, for a classifier's rows, and where no row can be read.
+    """
+    paths = training_paths(spec.settings)
+    if not paths or spec.settings.format is DataFormat.random or not spec.task.is_causal:
+        return None
+    data = settings_for(paths[0], spec.settings)
+    try:
+        for _, raw in islice(iterate_rows(find_source(paths[0], data)), ROWS_LOOKED_AT):
+            try:
+                if spec.task.name is TaskName.preference:
+                    answer = read_answers(parse_row(raw), spec.task.has_pairs, data.columns)[0]
+                    return answer.form, answer.fields
+                return read_row(parse_row(raw), data.format, data.columns)
+            except BadRow:
+                continue
+    except DataError:  # the rows were tokenized before, and are not there any more
+        pass
+    return None

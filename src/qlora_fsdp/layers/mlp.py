@@ -180,7 +180,7 @@ def gate_backward(
     if not _fits_kernels(inputs.gate_up_N2F):
         grad_h = _plain_backward(inputs, grad_act_NF, grad_h_down_NR)
     else:
-        from qlora_fsdp.layers.kernels import triton_gate_backward as kernels
+        from qlora_fsdp.layers.kernels import triton_gate as kernels
 
         ranks = (inputs.b_gate.shape[1], inputs.b_up.shape[1], inputs.a_down.shape[0])
         if max(ranks) <= kernels.MAX_RANK_DOWN:

@@ -26,7 +26,7 @@ from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import Config, DataFormat, Hosts, HubConfig, Weights
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.config.world import World, round_default
-from qlora_fsdp.data.form import find_form
+from qlora_fsdp.data.read import find_form
 from qlora_fsdp.data.report_rows import ReportRows, choose_rows, write_report_rows
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.layers.kernels.launch import starting_triton

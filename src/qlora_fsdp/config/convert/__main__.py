@@ -24,8 +24,8 @@ from qlora_fsdp.config.bounded_yaml import parse_settings, read_small_text
 from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.convert.accelerate import convert_accelerate
 from qlora_fsdp.config.convert.axolotl import convert_axolotl
+from qlora_fsdp.config.convert.common_settings import TheirSettings
 from qlora_fsdp.config.convert.llama_factory import convert_llama_factory
-from qlora_fsdp.config.convert.their_settings import TheirSettings
 from qlora_fsdp.config.convert.trl import DEFAULTS, convert_trl, find_trainer
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.recorded import sections_of

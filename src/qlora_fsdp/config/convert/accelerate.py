@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.convert.common_settings import SHARDED_HERE, convert_fsdp
-from qlora_fsdp.config.convert.their_settings import TheirSettings
+from qlora_fsdp.config.convert.common_settings import SHARDED_HERE, TheirSettings, convert_fsdp
 from qlora_fsdp.config.schema import Activations
 
 ENGINES = {

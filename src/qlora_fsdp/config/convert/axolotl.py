@@ -11,6 +11,7 @@ from qlora_fsdp.config.convert.common_settings import (
     MADE_HERE,
     OF_TRAINER,
     SHARDED_HERE,
+    TheirSettings,
     convert_adapter,
     convert_batch,
     convert_fsdp,
@@ -26,7 +27,6 @@ from qlora_fsdp.config.convert.common_settings import (
     is_folder_or_file,
     put_sets,
 )
-from qlora_fsdp.config.convert.their_settings import TheirSettings
 from qlora_fsdp.config.schema import CHAT_TEMPLATES
 
 TEMPLATES = {"llama3": "llama3", "chatml": "chatml", "alpaca": "alpaca"}

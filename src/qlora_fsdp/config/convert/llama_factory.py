@@ -12,6 +12,7 @@ from qlora_fsdp.config.convert.common_settings import (
     BY_THE_PLAN,
     MADE_HERE,
     OF_TRAINER,
+    TheirSettings,
     convert_arguments,
     convert_held_out,
     convert_names,
@@ -20,7 +21,6 @@ from qlora_fsdp.config.convert.common_settings import (
     finish,
     put_sets,
 )
-from qlora_fsdp.config.convert.their_settings import TheirSettings
 
 INFO_FILE = "dataset_info.json"
 LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto_pair": "kto"}

@@ -9,6 +9,7 @@ from qlora_fsdp.config.convert.common_settings import (
     BY_ITSELF,
     MADE_HERE,
     OF_TRAINER,
+    TheirSettings,
     convert_adapter,
     convert_arguments,
     convert_names,
@@ -17,7 +18,6 @@ from qlora_fsdp.config.convert.common_settings import (
     finish,
     put_sets,
 )
-from qlora_fsdp.config.convert.their_settings import TheirSettings
 
 OF_ANSWERS = ("reward_funcs", "num_generations", "rloo_k", "use_vllm", "vllm_mode")  # of GRPO's and RLOO's files alone
 LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}

@@ -12,11 +12,10 @@ from qlora_fsdp.config.schema import LossOn, Thoughts
 from qlora_fsdp.data.chats.calls import write_calls
 from qlora_fsdp.data.chats.markers import explain_no_template
 from qlora_fsdp.data.chats.template import Conversation, Span, Trace, has_generation_marks
-from qlora_fsdp.data.chats.thoughts import without_thoughts
 from qlora_fsdp.data.chats.told import OWN_CONVERSATIONS, THOUGHTS_LEFT_OUT, find_lost_thoughts, find_told
 from qlora_fsdp.data.chats.turns import can_trace, find_turns
 from qlora_fsdp.data.chats.written import check_fields, check_last_answer, check_words, check_written
-from qlora_fsdp.data.message import as_template_sees, is_trained
+from qlora_fsdp.data.message import as_template_sees, is_trained, without_thoughts
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, BadRow
 
 

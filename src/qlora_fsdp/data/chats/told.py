@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.data.chats.stops import stops_of
 from qlora_fsdp.data.chats.template import Conversation, Span
-from qlora_fsdp.data.chats.thoughts import find_thoughts
+from qlora_fsdp.data.message import find_thoughts
 
 # Flags of a row, beside those of data.cut.
 THOUGHTS_LEFT_OUT = 8

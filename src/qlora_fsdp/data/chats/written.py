@@ -13,9 +13,8 @@ from typing import Any
 
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.data.chats.template import Conversation, Trace, find_texts
-from qlora_fsdp.data.chats.thoughts import PARTS
 from qlora_fsdp.data.columns import NOT_TEXT
-from qlora_fsdp.data.message import SYSTEM, called_name, function_of
+from qlora_fsdp.data.message import SYSTEM, THOUGHT_PARTS, called_name, function_of
 from qlora_fsdp.data.row import EMPTY, REFUSED, WRONG_KEYS, BadRow
 
 ROLES = ("system", "user", "assistant", "tool")  # that templates know
@@ -142,7 +141,7 @@ def _check_parts(conversation: Conversation, text: str, number: int) -> None:
             reason = f"message {number + 1} has a part of type {kind}, and training is on text alone"
             raise BadRow(WRONG_KEYS, reason)
         fewer = {**message, "content": [*parts[:place], *parts[place + 1 :]]}
-        says = kind not in PARTS and part != {"type": "text", "text": ""}
+        says = kind not in THOUGHT_PARTS and part != {"type": "text", "text": ""}
         if says and _is_same_with(conversation, text, number, fewer):
             reason = f"it leaves out the part of type {kind} of message {number + 1}"
             raise BadRow(REFUSED, f"{reason}; write text, or {ANOTHER} has such parts")

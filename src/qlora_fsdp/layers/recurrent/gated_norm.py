@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.gated import SCALES, SIZE, facts
-from qlora_fsdp.layers.kernels import triton_gated_norm
+from qlora_fsdp.layers.kernels import triton_norm
 from qlora_fsdp.layers.kernels.launch import has_kernels
 from qlora_fsdp.runtime.hardware import is_shortage
 
@@ -48,13 +48,13 @@ class _GatedNorm(torch.autograd.Function):
         gate_ND = gate.contiguous().view(-1, x.shape[-1])
         ctx.save_for_backward(x_ND, gate_ND, weight)
         ctx.eps = eps
-        return triton_gated_norm.forward(x_ND, gate_ND, weight, eps).view(x.shape)
+        return triton_norm.gated_forward(x_ND, gate_ND, weight, eps).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, gate_ND, weight = ctx.saved_tensors
         grad_y = grads[0].contiguous().view(x_ND.shape)
-        grad_x, grad_gate = triton_gated_norm.backward(x_ND, gate_ND, weight, ctx.eps, grad_y)
+        grad_x, grad_gate = triton_norm.gated_backward(x_ND, gate_ND, weight, ctx.eps, grad_y)
         return grad_x.view(grads[0].shape), grad_gate.view(grads[0].shape), None, None
 
 
