@@ -16,12 +16,15 @@ from qlora_fsdp.config.schema import (
     Config,
     DataConfig,
     DataFormat,
+    DistillConfig,
     GrpoConfig,
     Kernel,
+    LoraConfig,
     LossOn,
     RewardConfig,
     TaskConfig,
     TaskName,
+    TokenizerConfig,
 )
 from qlora_fsdp.config.settings import problem_about, problem_with, show
 
@@ -90,8 +93,8 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
         reason = "must be at least 2: the answers to a prompt are compared with one another."
         yield problem_with(rollout, "rollout.num_generations", reason, "Set rollout.num_generations=8, the default.")
     if config.task.name is TaskName.distill:
-        yield from _check_teacher(config)
-    yield from _check_other_models(config)
+        yield from _check_teacher(config.distill, config.lora)
+    yield from _check_other_models(config.task, config.grpo, config.reward, config.lora, config.tokenizer)
     refused = (
         ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
         ("fsdp.cpu_offload", config.fsdp.cpu_offload, True, "has the weights where no text can be written"),
@@ -148,27 +151,24 @@ def _check_loss(grpo: GrpoConfig, checkpoint: CheckpointConfig) -> Iterator[Prob
         yield problem_with(checkpoint, "checkpoint.every_steps", reason, fix)
 
 
-def _check_teacher(config: Config) -> Iterator[Problem]:
+def _check_teacher(distill: DistillConfig, lora: LoraConfig) -> Iterator[Problem]:
     """Yields why there is no teacher, or what is wrong with the loss."""
-    distill = config.distill
     for key in ("lmbda", "beta"):
         if getattr(distill, key) > 1:
             yield problem_with(distill, f"distill.{key}", "is a part.", "Set it to 1 or less.")
     if distill.teacher_adapter is not None:
         yield from adapter_problems(distill.teacher_adapter, "distill.teacher_adapter")
     has_prompt = distill.teacher_prompt is not None or distill.teacher_system_prompt is not None
-    if distill.teacher_adapter is None and not has_prompt and config.lora.start is None:
+    if distill.teacher_adapter is None and not has_prompt and lora.start is None:
         reason = "is the base with the model's own prompts, which is what the model is already: nothing can be learned."
         fix = "Set it to an adapter of the same base, or set distill.teacher_prompt to a column with other prompts."
         yield problem_with(distill, "distill.teacher_adapter", reason, fix)
 
 
-def _check_other_models(config: Config) -> Iterator[Problem]:
+def _check_other_models(
+    task: TaskConfig, grpo: GrpoConfig, reward: RewardConfig, lora: LoraConfig, tokenizer: TokenizerConfig
+) -> Iterator[Problem]:
     """Yields what the run trains beside the matrices, which a model of the same base would compute with, too."""
-    grpo = config.grpo
-    lora = config.lora
-    reward = config.reward
-    tokenizer = config.tokenizer
     trained: dict[str, Any] = {
         "tokenizer.add_tokens": tokenizer.add_tokens,
         "tokenizer.add_special_tokens": tokenizer.add_special_tokens,
@@ -184,7 +184,7 @@ def _check_other_models(config: Config) -> Iterator[Problem]:
             if value:
                 reason = "is trained beside the matrices, and reward.models would compute with it."
                 yield problem_about(key, value, reason, f"Leave {key} out, or use reward.functions.")
-    if config.task.name is TaskName.distill:
+    if task.name is TaskName.distill:
         for key, value in trained.items():
             if value:
                 reason = "is trained beside the matrices, and the teacher would compute with it."
