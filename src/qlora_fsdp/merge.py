@@ -105,7 +105,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
         from qlora_fsdp.inference.export_adapter import export_adapter
-        from qlora_fsdp.inference.gguf_files import check_code, check_room
+        from qlora_fsdp.inference.gguf_files import check_code, check_gguf_room
         from qlora_fsdp.inference.merge_files import merge_files, merging_to
         from qlora_fsdp.inference.merge_weights import Merge
         from qlora_fsdp.inference.trained import assemble_trained
@@ -140,7 +140,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.gguf_types:
         assert merged.trained.files.folder is not None
         check_code(merged.trained.files.folder, adapter, config.model.trust_remote_code)
-        check_room(out, settings.gguf_types, list(merged.trained.files.tensors.values()))
+        check_gguf_room(out, settings.gguf_types, list(merged.trained.files.tensors.values()))
     merge_files(merged)
     if merged.rounds_codes:
         log.info(

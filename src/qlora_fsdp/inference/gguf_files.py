@@ -151,7 +151,7 @@ def gguf_name(kind: str, type_name: str) -> str:
     return f"{kind}-{type_name.upper()}.gguf"
 
 
-def check_room(out: Path, types: Sequence[str], base: Sequence[StoredTensor]) -> None:
+def check_gguf_room(out: Path, types: Sequence[str], base: Sequence[StoredTensor]) -> None:
     """Refuse a folder that has no room for a merged model and its GGUF files, before anything is merged.
 
     Args:
