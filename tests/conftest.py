@@ -24,7 +24,7 @@ SLOW_FILES = {
             "lost_ranks",
             "mistakes",
         ),
-        *("out_of_memory", "preflight", "preflight_models", "python", "sweeps", "train_on"),
+        *("out_of_memory", "preflight", "preflight_models", "python", "sweeps", "train_on", "walk_mistakes"),
     ],
     "distributed": [
         *("classification", "context_parallel", "expert_adapters", "expert_bytes", "expert_losses", "failed_passes"),

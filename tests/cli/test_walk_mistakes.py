@@ -1,7 +1,7 @@
 """Mistakes of a walk through README and the ten jobs, each through the command: one message, exit code 2, no traceback.
 
 Those of a first hour are in test_mistakes.py. Here are words of other programs, numbers as people write them,
-and rewards.
+rows for another task, rewards that fail, adapters in place of models, and files that would be written over.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from qlora_fsdp.__main__ import main
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+from tests.cli.launch import run_forked
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.lines import write_lines
 
 TRAIN = ["train", "model=tiny", "data=rows.jsonl", "training.max_steps=1", "training.max_length=64"]
 CLASSIFY = [*TRAIN, "task=sequence_classification"]
@@ -84,3 +89,181 @@ def test_what_is_typed_wrongly_is_answered(
     assert printed.err.count("Error: ") == 1 and len(printed.err) < 1000
     for part in parts:
         assert part in printed.err
+
+
+REWARDS = """
+def fails(completions, **kwargs):
+    raise ValueError("no such thing")
+
+def leaves(completions, **kwargs):
+    raise SystemExit(3)
+
+def column(completions, solution, **kwargs):
+    return [1.0 for _ in completions]
+
+def same(completions, **kwargs):
+    return [1.0 for _ in completions]
+"""
+RUN = ["train", "model=base", "training.max_length=64", "training.max_steps=1", "training.global_batch_size=2"]
+RUN += ["data.cache_folder=cache", "run.overwrite=true"]
+ANSWERS = [*RUN, "task=grpo", "data=sums.jsonl", "rollout.max_completion_length=4", "rollout.num_generations=2"]
+SFT = "adapter=outputs/sft/adapter"
+LABELS = "adapter=outputs/labels/adapter"
+RESUMED = ["checkpoint.resume=outputs/sft/checkpoints/step-00000001", "training.max_steps=2", "data=rows.jsonl"]
+
+# What a command finds once it looks at files: what is typed, and what its message holds.
+FOUND: dict[str, tuple[list[str], list[str]]] = {
+    "a reward that fails": (
+        [*ANSWERS, "reward.functions=[rewards.py:fails]"],
+        ["rewards.py:fails raised ValueError: no such thing (rewards.py:3), for the answer", "Correct it there."],
+    ),
+    "a reward that ends its process": (
+        [*ANSWERS, "reward.functions=[rewards.py:leaves]"],
+        ["the process of rewards.py:leaves has ended by itself (exit code 3). Correct it there."],
+    ),
+    "a reward of a column that is not there": (
+        [*ANSWERS, "reward.functions=[rewards.py:column]"],
+        ["rewards.py:column asks for solution, which is no column of the rows (columns besides the prompt: answer)."],
+    ),
+    "a reward that is not in its file": (
+        [*ANSWERS, "reward.functions=[rewards.py:god]"],
+        ["rewards.py:god can't be loaded: rewards.py has no function god; it has fails, leaves, column, same."],
+    ),
+    "a file of rewards that can't be run": (
+        [*ANSWERS, "reward.functions=[broken.py:good]"],
+        ["broken.py:good can't be loaded: broken.py can't be run: SyntaxError: "],
+    ),
+    "a reward model that is none": (
+        [*ANSWERS, "reward.models=[outputs/sft/adapter]"],
+        ["has no score with one output: it is no reward model. Set reward.models to"],
+    ),
+    "chats to compare": (
+        [*RUN, "task=preference", "data=rows.jsonl"],
+        ["no usable row", "no chosen and no rejected", "data.columns={chosen: NAME}"],
+    ),
+    "pairs to write text": (
+        [*RUN, "data=pairs.jsonl"],
+        ["answers to compare; set task=preference or task=reward"],
+    ),
+    "texts for labels of words": (
+        [*RUN, "task=token_classification", "task.labels=[even,odd]", "data=labels.jsonl"],
+        ["no tokens (keys: text, label; data.columns={tokens: NAME} says which it is)"],
+    ),
+    "words for numbers": (
+        [*RUN, "task=sequence_classification", "task.problem_type=regression", "data=labels.jsonl"],
+        ["label is 'even', not a finite number"],
+    ),
+    "semicolons": (
+        [*RUN, "data=semicolons.csv"],
+        ["semicolons.csv has ';' between its columns", "Save it with commas."],
+    ),
+    "a GGUF file": (
+        [*RUN, "model.path=model.gguf", "data=rows.jsonl"],
+        ["is a GGUF file, which is not read. Set model"],
+    ),
+    "an adapter for a model": (
+        [*RUN, "model.path=outputs/sft/adapter", "data=rows.jsonl"],
+        ["It is an adapter: set model.path to its base, and lora.start=outputs/sft/adapter"],
+    ),
+    "a model for an adapter": (["generate", "adapter=base", "prompt=a"], ["adapter=base holds no adapter"]),
+    "an adapter of another model": (
+        ["train", "model=tiny", *RUN[2:], "lora.start=outputs/sft/adapter", "data=rows.jsonl"],
+        ["does not fit the model (28 tensors). Set model.path to the model that it was trained on"],
+    ),
+    "an adapter of another task": (
+        [*RUN, "lora.start=outputs/labels/adapter", "data=rows.jsonl"],
+        ["does not fit the model (1 tensor). It has a head of another task: set task to the one"],
+    ),
+    "another rank than the start's": (
+        [*RUN, "lora.start=outputs/sft/adapter", "lora.r=32", "data=rows.jsonl"],
+        ["lora.r=32 contradicts lora.start=outputs/sft/adapter, whose adapter has lora.r=16. Leave lora.r out"],
+    ),
+    "resumed with another rank": (
+        [*RUN[:-1], *RESUMED, "lora.r=8"],
+        ["lora.r=8 was 16 when", "Set lora.r=16, or checkpoint.resume=none"],
+    ),
+    "resumed with another rate": (
+        [*RUN[:-1], *RESUMED, "training.learning_rate=1e-3"],
+        ["training.learning_rate=0.001 was 0.0002 when", "checkpoint.allow_changes=[training.learning_rate]"],
+    ),
+    "a classifier that is to write": (["generate", LABELS, "prompt=a"], ["writes no text"]),
+    "predictions over their rows": (
+        ["predict", SFT, "data=rows.jsonl", "out=./rows.jsonl"],
+        ["out=./rows.jsonl is the file that is read, which would be written over. Set out to another file."],
+    ),
+    "completions over their prompts": (
+        ["generate", SFT, "prompts=rows.jsonl", "out=rows.jsonl"],
+        ["out=rows.jsonl is the file that is read"],
+    ),
+    "predictions in no folder": (
+        ["predict", SFT, "data=rows.jsonl", "out=nowhere/said.csv"],
+        ["out=nowhere/said.csv can't be written: No such file or directory. Set out to a file in a folder"],
+    ),
+    "predictions of a kind that is not known": (
+        ["predict", SFT, "data=rows.jsonl", "out=said.txt"],
+        ["out=said.txt has an unknown ending. Set out to a file .jsonl or .csv."],
+    ),
+    "a merge over the base": (["merge", SFT, "out=base"], ["out=base is not empty. Set out to a new folder."]),
+    "a merge where nothing can be written": (
+        ["merge", SFT, "out=/proc/merged"],
+        ["out=/proc/merged can't be written: ", "or set out to a folder that you may write to."],
+    ),
+    "a file that is not there to convert": (
+        ["convert", "nowhere.yml"],
+        ["nowhere.yml can't be read: No such file or directory. Name a YAML file of settings."],
+    ),
+    "a section twice": (["train", "--config", "twice.yaml"], ["line 4: lora stands there twice."]),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base, an adapter that writes text, with a checkpoint, one that classifies, and people's files."""
+    folder = tmp_path_factory.mktemp("walk")
+    byte_tokenizer().save_pretrained(make_checkpoint("llama", folder / "base", torch.float32))
+    numbers = range(20)
+    write_lines(folder / "rows.jsonl", [{"prompt": f"{n}: ", "completion": "the cat"} for n in numbers])
+    write_lines(folder / "pairs.jsonl", [{"prompt": f"{n}: ", "chosen": "yes", "rejected": "no"} for n in numbers])
+    write_lines(folder / "labels.jsonl", [{"text": f"{n}", "label": ("even", "odd")[n % 2]} for n in numbers])
+    write_lines(folder / "sums.jsonl", [{"prompt": f"{n} + 1 = ", "answer": f"{n + 1}"} for n in numbers])
+    (folder / "semicolons.csv").write_text("prompt;completion\na;b\n")
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "broken.py").write_text("def good(completions, **kwargs:\n    return 1\n")
+    (folder / "twice.yaml").write_text("model: base\nlora:\n  r: 8\nlora:\n  r: 16\n")
+    labels = ["task=sequence_classification", "task.labels=[even,odd]", "data=labels.jsonl"]
+    saved = ["training.max_steps=2", "checkpoint.every_steps=1", "data=rows.jsonl"]
+    for name, more in (("sft", saved), ("labels", labels)):
+        code, printed = run_forked(folder, *RUN, *more, f"run.name={name}")
+        assert code == 0, printed
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", FOUND)
+def test_what_a_command_finds_is_answered(case: str, place: Path) -> None:
+    argv, parts = FOUND[case]
+    rows = (place / "rows.jsonl").read_bytes()
+    code, printed = run_forked(place, *argv)
+    assert code == 2, printed
+    assert "Traceback" not in printed
+    message = printed.rpartition("\nError: ")[2]
+    assert printed.count("\nError: ") == 1, printed
+    for part in parts:
+        assert part in message, printed
+    assert (place / "rows.jsonl").read_bytes() == rows
+
+
+@pytest.mark.distributed
+def test_a_command_that_failed_at_its_first_row_is_in_the_way_of_no_other(place: Path) -> None:
+    code, printed = run_forked(place, "predict", LABELS, "data=rows.jsonl", "out=said.csv")
+    assert code == 2 and "no text (keys: prompt, completion" in printed, printed
+    code, printed = run_forked(place, "predict", LABELS, "data=labels.jsonl", "out=said.csv")
+    assert code == 0 and (place / "said.csv").read_text().count("\n") == 21, printed
+
+
+@pytest.mark.distributed
+def test_answers_that_are_all_rewarded_alike_are_told_at_the_end(place: Path) -> None:
+    code, printed = run_forked(place, *ANSWERS, "reward.functions=[rewards.py:same]")
+    assert code == 0, printed
+    assert "Note: The gradients of the first and of the last steps are 0" in printed.partition("Finished")[2], printed

@@ -56,6 +56,7 @@ class Outlook:
         num_epochs: passes over the data.
         num_groups: groups of ranks that share a step; a global batch is a multiple of them.
         packs_rows: whether several rows may share a sequence.
+        writes_answers: whether it learns from rewards for answers of its own, whose loss says nothing of that.
     """
 
     may_learn: bool
@@ -66,6 +67,7 @@ class Outlook:
     num_epochs: float
     num_groups: int
     packs_rows: bool
+    writes_answers: bool
 
     @classmethod
     def of(cls, config: Config, num_ranks: int) -> Outlook:
@@ -73,7 +75,7 @@ class Outlook:
         is_random = config.data.format is DataFormat.random or config.model.weights is Weights.random
         lora = config.lora
         return cls(
-            may_learn=not is_random and not config.task.writes_answers,  # whose loss says nothing of what is learned
+            may_learn=not is_random and not config.task.writes_answers,
             learning_rate=config.training.learning_rate,
             usual_rates=usual_rates(config.optim.name, lora),
             adapter=f"optim={config.optim.name.name} lora.r={lora.r} lora.lora_alpha={lora.lora_alpha:g}",
@@ -81,6 +83,7 @@ class Outlook:
             num_epochs=config.training.num_epochs,
             num_groups=config.distributed.num_groups(num_ranks),
             packs_rows=not config.is_padded,
+            writes_answers=config.task.writes_answers,
         )
 
     def few_steps(self, num_steps: int, num_sequences: int | None) -> str | None:
@@ -132,6 +135,12 @@ class Outlook:
             num_sequences: sequences of the data; None if that is not known.
             ends: the figures of its first and last steps; None if the gradient of no step was used.
         """
+        if self.writes_answers and ends is not None and max(ends.norms) == 0:
+            return (
+                "The gradients of the first and of the last steps are 0: nothing is learned where all answers to a "
+                "prompt have one reward. Look at generations.jsonl, at reward.functions, and at "
+                "rollout.num_generations, of which more differ more often."
+            )
         if not self.may_learn:
             return None
         if ends is None:

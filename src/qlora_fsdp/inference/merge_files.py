@@ -81,7 +81,10 @@ def merging_to(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(f"out={out} can't be written: {error}. Free space there, or set another.") from error
+        raise RunFolderError(
+            f"out={out} can't be written: {error.strerror or error}. Free space there, or set out to a folder that you "
+            "may write to."
+        ) from error
 
 
 def _open_folder(merge: merge_weights.Merge) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from qlora_fsdp.common.contained import LimitError, call
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside, read_json_object
-from qlora_fsdp.common.hub import OTHER_FORMATS, SMALL_FILES, fetch_config_json, without_hub
+from qlora_fsdp.common.hub import OTHER_FORMATS, SMALL_FILES, fetch_config_json, path_exists, without_hub
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_sizes
 from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
@@ -210,6 +210,10 @@ def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) ->
 
 def _download_or_explain(config: ModelConfig) -> str | None:
     """Get a hub model into this node's cache, or find it there. Returns an error message, or None."""
+    path = config.path or ""
+    if path_exists(path):
+        reason = "is a GGUF file, which is not read" if path.endswith(".gguf") else "is a file"
+        return f"model.path={path} {reason}. Set model.path to a folder with config.json and safetensors files."
     if config.name != "custom" and not describes_itself(config):  # before the weights: is it the preset's model?
         try:
             read_config_json(fetch_config_json(config.path or "", config.revision), config)

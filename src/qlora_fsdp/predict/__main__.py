@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.files import digest_file, open_to_append, remove, write_atomically
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import plural
+from qlora_fsdp.common.text import join_words, plural
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, DataConfig, ModelConfig, TaskConfig
@@ -154,7 +154,7 @@ def _check(
         reason = "has an unknown ending."
         problems.append(Problem(f"out={settings.out}", reason, "Set out to a file .jsonl or .csv."))
     elif processes.is_main:
-        problems += check_out(settings.out)
+        problems += check_out(settings.out, data.path if isinstance(data.path, str) else None)
     if task.is_causal:
         check_generation(generation, task, problems)
         return
@@ -248,6 +248,9 @@ class PredictionFile:
             whole = self.part.read_bytes()
             whole = whole[: whole.rfind(b"\n") + 1]
             first, *lines = whole.splitlines() or [b""]
+            if self._differs(first) and not lines:  # nothing is lost: its command has failed at the first rows
+                write_atomically(self.part, json.dumps(self.identity) + "\n")
+                return 0
             self._compare(first)
             with self.part.open("r+b") as stream:
                 stream.truncate(len(whole))
@@ -255,17 +258,25 @@ class PredictionFile:
             raise RunFolderError(f"{self.part} can't be written: {error}. Set out to another file.") from error
         return len(lines)
 
-    def _compare(self, line: bytes) -> None:
+    def _differs(self, line: bytes) -> list[str]:
+        """The names of what predictions depend on that was otherwise when the file was begun.
+
+        Raises:
+            RunFolderError: it is no file of predictions.
+        """
         try:
             before = json.loads(line)
         except ValueError:
             before = None
-        if not isinstance(before, dict):
+        if not isinstance(before, dict) or "data.path" not in before:
             raise RunFolderError(f"{self.part} is no file of predictions. Set out to another file, or remove it.")
-        others = [name for name in self.identity if before.get(name) != self.identity[name]]
+        return [name for name in self.identity if before.get(name) != self.identity[name]]
+
+    def _compare(self, line: bytes) -> None:
+        others = self._differs(line)
         if others:
             names = {"data.path": "other rows (data.path)", "adapter": "another adapter"}
-            differs = " and ".join(names.get(name, f"another {name}") for name in others)
+            differs = join_words([names.get(name, f"another {name}") for name in others])
             reason = f"was begun with {differs}."
             fix = "Set out to another file; or remove this one, to predict all anew."
             raise ConfigError([Problem(str(self.part), reason, fix, "out")])

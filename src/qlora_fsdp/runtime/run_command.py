@@ -27,6 +27,7 @@ from qlora_fsdp.common.errors import (
     refuse,
 )
 from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
 from qlora_fsdp.common.text import for_stdout, name_error, printable, printable_lines
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
@@ -82,11 +83,19 @@ def print_result(text: str) -> None:
         raise RunFolderError(f"The result can't be printed: {error}. Set out to a file where there is room.") from error
 
 
-def check_out(out: str | None) -> list[Problem]:
-    """Returns why `write_out` could not write there, before the work begins; None is for no file."""
+def check_out(out: str | None, source: str | None = None) -> list[Problem]:
+    """Returns why `write_out` could not write there, before the work begins; None is for no file.
+
+    Args:
+        out: the file that is to be written.
+        source: the file that is read: it is not written over.
+    """
     if out is None:
         return []
     path = Path(out).expanduser()
+    if source is not None and path_exists(source) and path.exists() and path.samefile(Path(source).expanduser()):
+        reason = "is the file that is read, which would be written over."
+        return [Problem(f"out={out}", reason, "Set out to another file.")]
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")

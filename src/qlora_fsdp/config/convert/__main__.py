@@ -97,7 +97,8 @@ def convert_file(file: Path, of: str | None = None, gpus: int = 1, trainer: str 
     try:
         values = {str(key): value for key, value in parse_settings(read_small_text(file)).items()}
     except (OSError, ValueError) as error:
-        reason = f"can't be read: {shorten(first_line(error), 400)}."
+        told = getattr(error, "strerror", None) or shorten(first_line(error), 400)
+        reason = f"can't be read: {told}."
         raise ConfigError([Problem(str(file), reason, "Name a YAML file of settings.")]) from None
     project = of or _find_project(values)
     if project is None:

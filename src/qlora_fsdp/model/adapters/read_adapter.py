@@ -141,8 +141,11 @@ class SavedAdapter:
         ]
         self._refuse_other_forms(base, shapes, found, left_over)
         if problems:
-            number = len(problems)
-            raise AdapterError(f"{self} does not fit the model ({number} tensors). {fix}:\n{list_some(problems)}")
+            has_head_alone = len(problems) == len(left_over) and not any(".lora_" in key for key in left_over)
+            if has_head_alone:
+                fix = "It has a head of another task: set task to the one that it was trained for"
+            number = plural(len(problems), "tensor")
+            raise AdapterError(f"{self} does not fit the model ({number}). {fix}:\n{list_some(problems)}")
 
     def _refuse_other_forms(
         self, base: PreTrainedModel, shapes: Shapes, found: Shapes, left_over: Collection[str]
