@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bitsandbytes as bnb
+import numpy as np
 import peft
 import pytest
 import torch
@@ -516,3 +517,12 @@ def test_what_a_killed_conversion_has_left_is_removed(tmp_path: Path):
     shutil.move(tmp_path / left.name, merged)
     (file,) = gguf_files.write_gguf_model(merged, ["q8_0"], str(tmp_path), trusts_code=False)
     assert file.read_text() == "whole" and list(merged.iterdir()) == [file]
+
+
+def test_a_gguf_file_is_packed_a_few_rows_at_a_time(monkeypatch):
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    types = gguf.GGMLQuantizationType
+    values = np.random.default_rng(0).normal(size=(2, 7, 64)).astype("float16")
+    monkeypatch.setattr(gguf_files, "VALUES_A_TIME", 3 * 64)
+    packed = gguf_files._repack(values, types.F16, types.Q4_0)
+    assert np.array_equal(packed, gguf.quants.quantize(values.astype("float32"), types.Q4_0).reshape(14, -1))

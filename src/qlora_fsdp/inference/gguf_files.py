@@ -33,7 +33,7 @@ from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import printable_lines, show_bytes
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX
-from qlora_fsdp.inference.merge_weights import ParameterChange, find_parameter_changes
+from qlora_fsdp.inference.merge_weights import VALUES_A_TIME, ParameterChange, find_parameter_changes
 from qlora_fsdp.model.adapters.serving import adapted_experts
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.weights.safetensors_files import StoredTensor
@@ -240,7 +240,7 @@ def _convert(converter: Path, arguments: Sequence[str]) -> None:
 def _pack_4_bits(source: Path, target: Path) -> None:
     """Write a GGUF file once more, its matrices in Q4_0; embeddings and head in Q8_0, as they suffer most.
 
-    One tensor is in memory at a time.
+    One tensor is in memory at a time, in 4 or 8 bits.
 
     Args:
         source: a file of 16 or 32 bits.
@@ -275,10 +275,25 @@ def _pack_4_bits(source: Path, target: Path) -> None:
     for tensor in reader.tensors:
         data = tensor.data
         if types[tensor.name] != tensor.tensor_type:
-            values = gguf.quants.dequantize(data, tensor.tensor_type)
-            data = gguf.quants.quantize(values, types[tensor.name])
+            data = _repack(data, tensor.tensor_type, types[tensor.name])
         writer.write_tensor_data(data)
     writer.close()
+
+
+def _repack(data: np.ndarray, stored: Any, wanted: Any) -> np.ndarray:
+    """The rows of a tensor in another of GGUF's types, a few megabytes of values at a time.
+
+    Args:
+        data: as the reader has them, [..., a row's bytes or values].
+        stored: their type.
+        wanted: the type of the result, [rows, bytes].
+    """
+    from gguf import quants
+
+    rows = data.reshape(-1, data.shape[-1])
+    step = max(1, VALUES_A_TIME // rows.shape[1])
+    blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
+    return np.concatenate([quants.quantize(quants.dequantize(block, stored), wanted) for block in blocks])
 
 
 def _packed_type(tensor: Any) -> Any:
