@@ -30,7 +30,12 @@ SIZES = (
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob"),
     *("routed_scaling_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "hidden_size_per_layer_input"),
+    *("top_k_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "layer_types"),
 )
+TOP_K = ("num_experts_per_tok", "top_k_experts")  # how many experts a token is sent to, as the families name it
 
 # Counts of the safetensors files on the Hugging Face hub; gemma3-27b without the image encoder and its projector.
 PUBLISHED_NUM_PARAMETERS = {
@@ -93,7 +98,7 @@ def count_parameters(name: str) -> int:
 def count_active(name: str) -> int:
     """Parameters without those of the experts that a token is not sent to."""
     model = built(name)
-    top_k: int = model.config.num_experts_per_tok
+    top_k: int = next(model.config.to_dict()[key] for key in TOP_K if key in preset(name).config)
     return sum(p.numel() * top_k // len(p) if ".experts." in key else p.numel() for key, p in model.named_parameters())
 
 
@@ -121,7 +126,7 @@ def test_first_line_says_what_it_is(name: str) -> None:
     found = re.match(rf"# (Base|Instruct) model of {counts}\. [A-Z].*\.$", first)
     assert found is not None, first
     assert found[2] == f"{count_parameters(name):,}"
-    is_mixture = "num_experts_per_tok" in preset(name).config
+    is_mixture = any(key in preset(name).config for key in TOP_K)
     assert found[3] == (f"{count_active(name):,}" if is_mixture else None)
     if name.endswith(("-instruct", "-it")):
         assert found[1] == "Instruct"
@@ -156,10 +161,15 @@ def test_the_plan_counts_what_transformers_builds(name: str) -> None:
 def test_no_figure_is_misspelt(name: str) -> None:
     given = preset(name).config
     config = AutoConfig.for_model(**given)
-    # A misspelt key would be kept by transformers, silently, beside the default of the right one. The last three are
+    # A misspelt key would be kept by transformers, silently, beside the default of the right one. Those of some are
     # no keys of every family's own, and are read where they are given.
     known = set(type(config)().to_dict()) | set(type(config).attribute_map) | {"rope_theta", "rope_scaling"}
-    assert set(given) <= known | {"rope_local_base_freq", "partial_rotary_factor", "head_dim"}
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    assert rope["rope_theta"] == given["rope_theta"]
-    assert rope["rope_type"] == given.get("rope_scaling", {}).get("rope_type", "default")
+    of_some = {"rope_local_base_freq", "partial_rotary_factor", "head_dim", "full_attention_interval"}
+    of_some |= {"global_head_dim", "num_global_key_value_heads", "hybrid_override_pattern", "num_hidden_layers"}
+    assert set(given) <= known | of_some
+    if "rope_parameters" in given:
+        assert given["rope_parameters"].items() <= config.rope_parameters.items()
+    elif hasattr(config, "rope_parameters"):  # Nemotron 3 attends without positions
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        assert rope["rope_theta"] == given["rope_theta"]
+        assert rope["rope_type"] == given.get("rope_scaling", {}).get("rope_type", "default")
