@@ -45,6 +45,10 @@ NUM_RANKS = 2
 TOKENS = "tokenizer.add_tokens=[call,tool,end]"
 TIED = "model.config.tie_word_embeddings=true"
 LABELS = "task.labels=[a,b,c]"
+# As in Gemma 4 E2B: a table with something of each token for every layer, and keys and values that layers share.
+PER_LAYER = "model.config={model_type: gemma4_text, tie_word_embeddings: true, head_dim: 32, global_head_dim: 64, "
+PER_LAYER += "hidden_size_per_layer_input: 64, num_kv_shared_layers: 2, sliding_window: 64, "
+PER_LAYER += "layer_types: [sliding_attention, full_attention, sliding_attention, full_attention]}"
 CASES: dict[str, list[str]] = {
     "default": [],
     "int8, large rank, rank-stabilized": ["quant=int8", "lora.r=128", "lora.use_rslora=true"],
@@ -68,6 +72,7 @@ CASES: dict[str, list[str]] = {
     "new tokens, head whole": [TOKENS, "lora.modules_to_save=[lm_head]"],
     "classes of rows": ["task=sequence_classification", LABELS],
     "classes of words": ["task=token_classification", LABELS],
+    "a table for all layers": [PER_LAYER, "model.config.vocab_size_per_layer_input=259"],
 }
 
 
@@ -80,6 +85,9 @@ PEAKS = {
     "both": ["lora.modules_to_save=[embed_tokens,lm_head]"],
     "classifier": ["task=sequence_classification", LABELS],
     "dora": ["lora.use_dora=true", "memory=keep", "training.max_length=1000", "model.config.vocab_size=300"],
+    "a table for all layers": [
+        *(PER_LAYER, "model.config.vocab_size_per_layer_input=20000", "model.config.vocab_size=300")
+    ],
 }
 
 

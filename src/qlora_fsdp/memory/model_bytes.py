@@ -87,7 +87,7 @@ class ModelBytes:
     Attributes:
         layers: the tensors of each transformer layer.
         layer_adapters: bytes of what is trained of each transformer layer, whole.
-        ends: the tensors of `embeddings`, `head` and `root`.
+        ends: the tensors of `embeddings`, `head`, `per_layer_tables` and `root`.
         whole_ends: their bytes, by kind.
         tensors: all of these.
         shard: a rank's part of all tensors, by kind.

@@ -338,6 +338,12 @@ def forward_moments(
         "activations": ends.lookup,
         "workspace": WORKSPACE,
     }
+    # Rows of the tables for all layers are looked up.
+    yield {
+        "gathered": model.unit("root") + model.gathered_end("per_layer_tables"),
+        "activations": ends.lookup,
+        "workspace": WORKSPACE,
+    }
     # The last layer is copied out of its flat buffer.
     yield {
         "gathered": model.running_layer + model.flat(model.gathered_layer),

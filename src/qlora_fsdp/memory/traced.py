@@ -135,7 +135,8 @@ class ModelParts:
     Attributes:
         kinds: the kinds of its transformer layers.
         layers: the kind of each layer, in order.
-        ends: the parameters outside the layers, of each unit: `embeddings`, `head` and `root`.
+        ends: the parameters outside the layers, of each unit: `embeddings`, `head` and `root`; and those of the
+            `per_layer_tables`, which are units each (sharding/shard.py).
         gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/tasks/causal_lm.py).
         num_parameters: parameters of the base model, as its authors count them.
         num_quantized: weights that are quantized.

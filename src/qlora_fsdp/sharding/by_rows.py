@@ -124,6 +124,7 @@ class ByRows:
         done = {part for module in self.layers.forwards for part in module.modules()}
         adapters = _adapter_modules(model)
         tables = {module for module in model.embeddings.modules() if isinstance(module, nn.Embedding)}
+        tables |= set(model.per_layer_tables)
         for module in model.base.modules():
             if module in done:
                 continue

@@ -93,6 +93,9 @@ def shard_model(model: TaskModel, spec: ShardSpec, processes: Processes) -> list
     _check_shared(layers)
     for module in [*layers, *embedding_and_head_units(model)]:
         shard(module, reshard_after_forward=spec.reshard_after_forward)
+    # Gigabytes of which a batch reads some rows, once: gathered with the root they would stay until backward's end.
+    for module in model.per_layer_tables:
+        shard(module, reshard_after_forward=True)
     # Backward begins in the root, so its parameters stay. The result is the same object, whose class is changed.
     root: FSDPModule = shard(model, reshard_after_forward=False)
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
@@ -110,6 +113,8 @@ def shard_model(model: TaskModel, spec: ShardSpec, processes: Processes) -> list
         is_for_forward = module is model.embeddings or module in model.gathered_by_model
         if is_for_forward and not any(p.requires_grad for p in module.parameters()):
             cast(FSDPModule, module).set_unshard_in_backward(False)
+    for module in model.per_layer_tables:
+        cast(FSDPModule, module).set_unshard_in_backward(False)
     # The units that can be gathered ahead in forward, in its order. The embeddings are not among them, because no unit
     # runs before them.
     gathered_by_fsdp = [m for m in embedding_and_head_units(model) if m not in model.gathered_by_model]

@@ -412,13 +412,15 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
     """
     layers = [model.layers[index] for index in stand_ins]
     kinds = tuple(_layer_kind(layer) for layer in layers)
-    tables = [end for end in (model.embeddings, model.head) if end is not None]
+    per_layer = model.per_layer_tables
+    tables = [end for end in (model.embeddings, model.head, *per_layer) if end is not None]
     units = embedding_and_head_units(model)
     names = {id(model.embeddings): "embeddings", id(model.head): "head"}
     ends: dict[str, tuple[ParameterSize, ...]] = {"embeddings": (), "head": ()}
     for unit in units:
         ends[names[id(unit)]] = tuple(_sizes([unit], [], tables))
-    ends["root"] = tuple(_sizes([model], [*model.layers, *units], tables))
+    ends["per_layer_tables"] = tuple(_sizes(per_layer, [], tables))
+    ends["root"] = tuple(_sizes([model], [*model.layers, *units, *per_layer], tables))
     around = count_bytes(model, 0, 1).num_base - sum(count_bytes(layer, 0, 1).num_base for layer in model.layers)
     return ModelParts(
         kinds=kinds,

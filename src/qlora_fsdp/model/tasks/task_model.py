@@ -64,6 +64,19 @@ class TaskModel(nn.Module):
         return None if head is None else plain_table(head)
 
     @property
+    def per_layer_tables(self) -> list[nn.Embedding]:
+        """Frozen tables that have something of each token for every layer, and so are wider than the embeddings.
+
+        Gemma 4 E2B's is of 2.3 billion parameters, more than half of the model (`embed_tokens_per_layer`).
+        """
+        embeddings = self.embeddings
+        if not isinstance(embeddings, nn.Embedding):
+            return []
+        found = [module for module in self.base.modules() if isinstance(module, nn.Embedding)]
+        wide = [table for table in found if table.embedding_dim > embeddings.embedding_dim]
+        return [table for table in wide if not any(param.requires_grad for param in table.parameters())]
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens that the embeddings know, new ones included."""
         return count_tokens(self.base)[0]
