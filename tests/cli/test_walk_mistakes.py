@@ -6,6 +6,8 @@ rows for another task, rewards that fail, adapters in place of models, and files
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from qlora_fsdp.__main__ import main
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from tests.cli.launch import run_forked
+from tests.cli.launch import SCRIPT, child_environment, run_forked
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.lines import write_lines
 
@@ -267,3 +269,20 @@ def test_answers_that_are_all_rewarded_alike_are_told_at_the_end(place: Path) ->
     code, printed = run_forked(place, *ANSWERS, "reward.functions=[rewards.py:same]")
     assert code == 0, printed
     assert "Note: The gradients of the first and of the last steps are 0" in printed.partition("Finished")[2], printed
+
+
+@pytest.mark.distributed
+def test_a_hub_that_does_not_answer_is_asked_once_for_data(place: Path) -> None:
+    """Its libraries ask for half a minute, and say so each time. A process of its own reads where the hub is."""
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *RUN, "data=org/rows"],
+        env=child_environment() | nobody,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "it can't be reached (" in done.stderr and "and its cache has none. Check the name" in done.stderr
+    assert "Retry" not in done.stderr and "thrown while" not in done.stderr

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from qlora_fsdp.common.errors import DataError, UserError
-from qlora_fsdp.common.hub import path_exists
+from qlora_fsdp.common.hub import find_unreachable, path_exists
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.text import name_error
 from qlora_fsdp.config.data_sets import SUFFIXES, as_paths, hub_split, settings_for, split_name
 from qlora_fsdp.config.schema import DataConfig, DataFormat, TaskConfig, TaskName
@@ -169,12 +170,18 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
     looks_local = path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES)
     if looks_local or path.count("/") > 1:
         raise DataError(f"{setting}={path} does not exist. Set {setting} to {known_suffixes()} or a folder of these.")
+    unreachable = find_unreachable(path, None)
     try:
         import datasets
 
-        hub = datasets.load_dataset(path, data.name, split=hub_split(data.split), streaming=data.streaming)
+        # Else it asks again and again, with lines of its own, before it looks into its cache.
+        offline = replaced([(vars(datasets.config), "HF_HUB_OFFLINE", True)])
+        with nullcontext() if unreachable is None else offline:
+            hub = datasets.load_dataset(path, data.name, split=hub_split(data.split), streaming=data.streaming)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
         reason = " ".join(str(error).split())
+        if unreachable is not None and "offline" in reason.lower():
+            reason = f"it can't be reached ({name_error(unreachable)}), and its cache has none"
         fix = f"Check the name, or download it and set {setting} to the folder."
         if data.is_default and setting == "data.path":
             fix = "It is the default where no data is named: set data.path to your own file, folder or hub data set."
