@@ -123,7 +123,6 @@ class Launch(Command):
         arguments: of qlora_fsdp.train.
         environment: variables besides this process's own.
         gpus: let the command have every GPU that there is; else it runs on the CPU.
-        forks: let its launcher fork the ranks, as `child_environment` says.
     """
 
     def __init__(
@@ -133,14 +132,13 @@ class Launch(Command):
         *arguments: str,
         environment: dict[str, str] | None = None,
         gpus: bool = False,
-        forks: bool = True,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output_file, self.run_folder = folder / "output.txt", folder / "run"
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
-                env=child_environment(gpus, forks) | (environment or {}),
+                env=child_environment(gpus, forks=True) | (environment or {}),
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -226,8 +226,7 @@ def pester(ports: list[int]) -> None:
 @pytest.mark.distributed
 def test_ranks_of_one_host_meet_where_nobody_else_can_go(tmp_path: Path) -> None:
     """No store is served. The ranks' own ports are this host's alone, and who connects there disturbs nobody."""
-    argv = [*TINY, *SHORT_STEPS, "training.max_steps=40", "launch.num_processes=2"]
-    run = Launch(tmp_path, "qlora-fsdp", *argv, forks=False)
+    run = Launch(tmp_path, "qlora-fsdp", *TINY, *SHORT_STEPS, "training.max_steps=40", "launch.num_processes=2")
     try:
         run.wait_for_steps(1)
         rank = run.rank(0)

@@ -39,8 +39,7 @@ def hostile(tmp_path: Path) -> Path:
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python imports runpy from the current folder before our code")
 def test_two_ranks_run_nothing_of_the_current_folder(hostile: Path) -> None:
-    argv = [*TINY, "training.max_steps=2", "launch.num_processes=2"]
-    command = Launch(hostile, "qlora-fsdp", *argv, forks=False)
+    command = Launch(hostile, "qlora-fsdp", *TINY, "training.max_steps=2", "launch.num_processes=2")
     assert command.finish() == 0, command.output
     assert not (hostile.parent / "ran").exists(), (hostile.parent / "ran").read_text()
 
