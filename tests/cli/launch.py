@@ -26,7 +26,6 @@ from tests.helpers.ranks import StartedRanks, start_process
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "helpers" / "bin" / "qlora-fsdp"  # the command of its own
-FORKED_RANKS = ROOT / "tests" / "helpers" / "forked_ranks"
 SHORT_STEPS = ["training.micro_batch_size=1", "training.global_batch_size=null"]  # a sequence a rank
 LAUNCHERS = {
     "qlora-fsdp": [str(SCRIPT), "train"],
@@ -48,17 +47,14 @@ LAUNCHERS = {
 }
 
 
-def child_environment(gpus: bool = False, forks: bool = False) -> dict[str, str]:
+def child_environment(gpus: bool = False) -> dict[str, str]:
     """The variables of a process that a test starts: it finds this package, and is told nothing of other runs.
 
     Args:
         gpus: let it have every GPU that there is; else it sees none.
-        forks: let launchers fork the ranks (tests/helpers/forked_ranks), which takes half of the processor time.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
     paths = [str(Path(qlora_fsdp.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if forks:
-        paths = [str(FORKED_RANKS), *paths]
     own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return own if gpus else own | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -138,7 +134,7 @@ class Launch(Command):
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
-                env=child_environment(gpus, forks=True) | (environment or {}),
+                env=child_environment(gpus) | (environment or {}),
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -150,8 +146,7 @@ class Launch(Command):
 
     def rank(self, rank: int) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            is_forked = process.name() == f"rank {rank}"
-            if is_forked or process.environ().get("RANK") == str(rank):
+            if process.environ().get("RANK") == str(rank):
                 return process
         raise AssertionError(f"no rank {rank} in:\n{self.output}")
 
