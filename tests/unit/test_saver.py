@@ -20,6 +20,7 @@ from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import Interrupted, StopNow
+from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.config.specs import TrackingSpec
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_state import checkpoint_folders
@@ -57,7 +58,7 @@ def training(tmp_path: Path, processes: Processes) -> Any:
     watch = cast(Watch, SimpleNamespace(asked=None))
     content = Checkpoint(tmp_path / "checkpoints", 0, 1, {}, {})
     journal = Journal(tmp_path, TrackingSpec.of(config), 9, is_main=True)
-    thread = CheckpointThread(config.checkpoint, content, model, optimizer, writes, processes, journal)
+    thread = CheckpointThread(config.checkpoint, content, model, optimizer, writes, processes, journal, Criterion())
     saver = Saver(thread, watch)
     return SimpleNamespace(model=model, writes=writes, saver=saver, folder=content.folder)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.recorded import plain_settings
 from qlora_fsdp.config.schema import (
@@ -31,6 +32,7 @@ from qlora_fsdp.config.schema import (
     OnBadStep,
     OptimConfig,
     PreferenceConfig,
+    Pruner,
     QuantConfig,
     RewardConfig,
     RolloutConfig,
@@ -332,7 +334,11 @@ class StepSpec:
         on_bad_step: what follows a step whose loss or gradient can't be used.
         grad_norm_spike: times the median that a gradient's norm may have; None for any.
         eval_every_steps: steps between evaluations; None: only before and after training.
-        early_stopping_patience: evaluations in a row without a lower loss that end the run; None: none do.
+        criterion: the figure of the evaluations that the run is judged by.
+        early_stopping_patience: evaluations in a row without a better figure that end the run; None: none do.
+        early_stopping_threshold: by how much a figure must be better to count.
+        pruner: Optuna's, which compares the run with the others of its sweep; None: none does.
+        pruner_kwargs: arguments of its class.
         deterministic: whether the run repeats to the bit.
         num_iterations: steps on the same sequences, one after another.
         group_by_length: whether the sequences of a step are to be of like lengths.
@@ -349,7 +355,11 @@ class StepSpec:
     on_bad_step: OnBadStep = OnBadStep.stop
     grad_norm_spike: float | None = None
     eval_every_steps: int | None = None
+    criterion: Criterion = field(default_factory=Criterion)
     early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
+    pruner: Pruner | None = None
+    pruner_kwargs: Mapping[str, float] = field(default_factory=dict)
     deterministic: bool = False
     num_iterations: int = 1
     group_by_length: bool = False
@@ -379,7 +389,11 @@ class StepSpec:
             on_bad_step=training.on_bad_step,
             grad_norm_spike=training.grad_norm_spike,
             eval_every_steps=training.eval_every_steps,
+            criterion=Criterion.of(training),
             early_stopping_patience=training.early_stopping_patience,
+            early_stopping_threshold=training.early_stopping_threshold,
+            pruner=training.pruner,
+            pruner_kwargs=training.pruner_kwargs,
             deterministic=training.deterministic,
             num_iterations=num_iterations,
             group_by_length=training.group_by_length,

@@ -103,7 +103,7 @@ def _ending(item: _Running) -> str:
     state = item.job.state
     seconds = show_duration(time.monotonic() - item.started)
     if state.status == "finished":
-        loss = "" if state.compared_loss is None else f", {state.compared_by} {state.compared_loss:.4f}"
+        loss = "" if state.compared is None else f", {state.compared_by} {state.compared:.4f}"
         return f"finished in {seconds}{loss}"
     error = state.error or _last_error(item) or f"exit code {item.process.returncode}"
     reason = error.partition("\n")[0]

@@ -17,6 +17,7 @@ from qlora_fsdp.common.files import disk_reason
 from qlora_fsdp.common.startup import is_rank
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import shorten
+from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.config.reading.command_line import Arguments
 from qlora_fsdp.config.reading.compose import composing, read_given
 from qlora_fsdp.config.reading.overrides import SweepOverrides, chosen_groups, read_overrides, read_sweep
@@ -25,7 +26,7 @@ from qlora_fsdp.launch.sweep import ELSEWHERE, Typed, typed_for_all
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.run_files import next_commands, read_run_files
-from qlora_fsdp.report.sweep_table import best_jobs, read_results, show_results, write_results
+from qlora_fsdp.report.sweep_table import best_jobs, link_best, read_results, show_results, write_results
 
 LAUNCHERS = tuple(f"hydra/launcher={name}" for name in ("accelerate", "slurm", "skypilot", "kubernetes"))
 INSTALLED = ("hydra_plugins.", "hydra._internal.core_plugins.", "optuna.samplers.")  # what Hydra may call
@@ -68,6 +69,7 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         folder = Path(config.hydra.sweep.dir).expanduser().resolve()
         is_elsewhere = config.hydra.launcher._target_.endswith(ELSEWHERE)
         submits = is_elsewhere or config.hydra.launcher._target_.endswith(".SlurmLauncher")
+        refuse(_wrong_direction(config))
         if not is_elsewhere:
             refuse(_unwritable(folder))
         try:
@@ -91,6 +93,7 @@ def _show(folder: Path) -> list[dict[str, Any]]:
         say(f"\n{show_results(folder, jobs)}\n")
         try:
             write_results(folder, jobs)
+            link = link_best(folder, jobs)
         except OSError as error:
             say(f"These results can't be written to {folder}: {disk_reason(error)}.")
             return jobs
@@ -100,6 +103,8 @@ def _show(folder: Path) -> list[dict[str, Any]]:
             files += ", report.html"
         say(f"In {folder}: {files}")
         for job in best_jobs(jobs)[:1]:
+            if link is not None:
+                say(f"{link} is a link to {job['folder']}")
             commands = next_commands(read_run_files(Path(job["folder"]), "", job["overrides"]))
             say("\n".join(["Next, with the best:", *(f"  {command}" for command in commands)]))
     return jobs
@@ -147,6 +152,20 @@ def _unwritable(folder: Path) -> Iterator[Problem]:
     except OSError as error:
         fix = "Set run.name or run.folder to a folder that you may write to."
         yield Problem(shorten(show("run.folder", str(folder))), f"can't be written: {error.strerror}.", fix)
+
+
+def _wrong_direction(config: DictConfig) -> Iterator[Problem]:
+    """Why a sweeper that searches would take the worst runs for the best."""
+    direction = config.hydra.sweeper.get("direction")
+    if direction is None or OmegaConf.is_list(direction):
+        return
+    criterion = Criterion.of(config.training)
+    wanted = "maximize" if criterion.greater_is_better else "minimize"
+    found = getattr(direction, "name", direction)
+    if found != wanted:
+        key = "hydra.sweeper.direction"
+        reason = f"is the wrong way: of training.metric_for_best_model={criterion.name}, {criterion.better} is better."
+        yield Problem(show(key, found), reason, f"Set {key}={wanted}.")
 
 
 def _wrong_launcher(overrides: Sequence[str]) -> list[Problem]:

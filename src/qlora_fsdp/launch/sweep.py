@@ -26,6 +26,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem, RunFolderError, refus
 from qlora_fsdp.common.files import disk_reason
 from qlora_fsdp.common.terminal import say
 from qlora_fsdp.config.checks.check_settings import check_split
+from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.config.reading.command_line import parse_arguments
 from qlora_fsdp.config.reading.compose import read_arguments
 from qlora_fsdp.config.reading.overrides import quote, show_typed, split_override
@@ -268,10 +269,10 @@ class Sweep:
 
 
 def _job_return(job: Job) -> JobReturn:
-    value = math.inf
+    value = -math.inf if Criterion.of(job.config.training).greater_is_better else math.inf
     state = job.state
     if state.status == "finished" and not job.problems:
-        loss = state.compared_loss
-        if loss is not None and math.isfinite(loss):
-            value = loss
+        figure = state.compared
+        if figure is not None and math.isfinite(figure):
+            value = figure
     return JobReturn(overrides=job.arguments, task_name=job.label, status=JobStatus.COMPLETED, _return_value=value)

@@ -87,8 +87,8 @@ def _describe(state: run_state.RunState) -> str:
     parts = []
     if state.step is not None:
         parts.append(plural(state.step, "step"))
-    if state.compared_loss is not None:
-        parts.append(f"{state.compared_by} {state.compared_loss:.4f}")
+    if state.compared is not None:
+        parts.append(f"{state.compared_by} {state.compared:.4f}")
     if state.adapter is not None:
         parts.append(f"its adapter in {state.adapter}")
     return f" ({', '.join(parts)})" if parts else ""

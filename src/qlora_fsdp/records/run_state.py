@@ -76,12 +76,16 @@ class RunState:
         loss: final training loss: the mean of the last steps (`num_averaged`) whose gradient was used. Never that of an
             evaluation.
         eval_loss: the loss of the last evaluation.
+        metric_name: another figure of the evaluations that the finished run is judged by; None: its loss.
+        metric: that figure of the last evaluation, or of the step whose adapter is the result.
+        greater_is_better: whether the greatest is the best.
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
         eta_seconds: until the last step, while it runs.
         checkpoint: the newest one that is complete.
         checkpoint_age_seconds: how long ago it was written.
         error: why the run failed or was interrupted.
+        stopped_early: why it finished before its last step.
     """
 
     folder: Path
@@ -90,12 +94,16 @@ class RunState:
     num_steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    metric_name: str | None = None
+    metric: float | None = None
+    greater_is_better: bool = False
     tokens_per_second_per_gpu: float | None = None
     gpu_peak_gib: float | None = None
     eta_seconds: float | None = None
     checkpoint: Path | None = None
     checkpoint_age_seconds: float | None = None
     error: str | None = None
+    stopped_early: str | None = None
 
     @property
     def adapter(self) -> Path | None:
@@ -114,13 +122,17 @@ class RunState:
         return list(read_metrics(self.folder))
 
     @property
-    def compared_loss(self) -> float | None:
-        """The loss by which runs of the same data are ranked: the last evaluation's, or else training's."""
+    def compared(self) -> float | None:
+        """The figure by which runs of the same data are ranked: of the last evaluation, or else training's loss."""
+        if self.metric_name is not None:
+            return self.metric
         return self.loss if self.eval_loss is None else self.eval_loss
 
     @property
     def compared_by(self) -> str:
-        """The name of `compared_loss`."""
+        """The name of `compared`."""
+        if self.metric_name is not None:
+            return f"evaluation {self.metric_name}"
         return "loss" if self.eval_loss is None else "evaluation loss"
 
 
@@ -182,6 +194,10 @@ def read_run(folder: Path) -> RunState:
         checkpoint=checkpoint,
         checkpoint_age_seconds=None if checkpoint is None else _age(checkpoint),
         error=_text(summary, "error"),
+        metric_name=_text(summary, "metric_for_best_model"),
+        metric=_number(summary, "metric"),
+        greater_is_better=summary.get("greater_is_better") is True,
+        stopped_early=_text(summary, "stopped_early"),
     )
 
 

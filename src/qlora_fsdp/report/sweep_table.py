@@ -7,22 +7,30 @@ import io
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.text import format_table, show_number
+from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.records.run_state import SWEEP_FILE, read_jobs, read_run
+
+BEST = "best"  # the link to the best job's folder
 
 
 def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
     """Returns the entry of sweep.json about a job: its swept settings, and the present state of its run."""
     state = read_run(folder)
+    metric: dict[str, Any] = {}
+    if state.metric_name is not None:
+        metric = {name: getattr(state, name) for name in ("metric_name", "metric", "greater_is_better")}
     return {
         "overrides": swept,
         "status": state.status,
-        "loss": state.compared_loss,
+        "stopped_early": state.stopped_early,
+        "loss": state.loss if state.eval_loss is None else state.eval_loss,
+        **metric,
         "eval_loss": state.eval_loss,
         "final_loss": state.loss,
         "steps": state.step,
@@ -66,14 +74,42 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     return [describe_job(job, swept) for job, swept in read_jobs(folder / SWEEP_FILE)]
 
 
-def best_jobs(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the finished jobs with the lowest loss, of several that can be compared; nearly always one."""
-    finished = [job for job in jobs if job["status"] == "finished" and job["loss"] is not None]
-    lowest = min((job["loss"] for job in finished if math.isfinite(job["loss"])), default=None)
-    return [job for job in finished if job["loss"] == lowest] if len(finished) > 1 else []
+def best_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the finished jobs with the lowest loss, or the best figure of another name; nearly always one."""
+    costs = [_cost(job) for job in jobs]
+    lowest = min(costs, default=math.inf)
+    return [job for job, cost in zip(jobs, costs, strict=True) if cost == lowest < math.inf]
 
 
-def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
+def _cost(job: Mapping[str, Any]) -> float:
+    """The figure that a finished job is judged by, as a number of which the lowest is the best; else infinite."""
+    value = job.get("metric", job["loss"])
+    if job["status"] != "finished" or value is None:
+        return math.inf
+    return Criterion(greater_is_better=job.get("greater_is_better", False)).cost(value)
+
+
+def link_best(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Makes `best` in the folder of a sweep a link to the best finished job's folder.
+
+    Returns:
+        The link; None if there is no such job, or `best` is somebody's own file or folder.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    best = best_jobs(jobs)
+    link = folder / BEST
+    if not best or (link.exists() and not link.is_symlink()):
+        return None
+    temporary = folder / f".{BEST}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(Path(best[0]["folder"]).name, target_is_directory=True)
+    temporary.replace(link)
+    return link
+
+
+def show_results(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of a sweep, in which the best job has a star."""
     best = best_jobs(jobs)
     rows = []
@@ -84,7 +120,8 @@ def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
             {" ": "*" if is_best else ""}
             | job["overrides"]
             | {
-                "status": job["status"],
+                "status": "stopped early" if job["stopped_early"] else job["status"],
+                **({f"eval_{job['metric_name']}": show_number(job["metric"], ".4f")} if "metric" in job else {}),
                 "eval_loss": show_number(job["eval_loss"], ".4f"),
                 "final_loss": show_number(job["final_loss"], ".4f"),
                 "tokens/s/GPU": show_number(job["tokens_per_second_per_gpu"], ",.0f"),

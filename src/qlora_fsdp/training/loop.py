@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.criterion import LOSS, Criterion
 from qlora_fsdp.config.outlook import Ends
 from qlora_fsdp.config.schema import OnBadStep
 from qlora_fsdp.config.specs import StepSpec
@@ -28,6 +28,7 @@ from qlora_fsdp.records.run_state import NUM_FINAL, num_averaged
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.checkpoints.saver import Saver
+from qlora_fsdp.training.early_stop import EarlyStop, check_figure
 from qlora_fsdp.training.evaluate import EvaluationResult
 from qlora_fsdp.training.optim import learning_rate_at
 from qlora_fsdp.training.step import StepPasses, StepRunner
@@ -44,6 +45,7 @@ def train(
     saver: Saver,
     bad_steps: BadSteps,
     spec: StepSpec,
+    early_stop: EarlyStop,
     result: TrainResult,
 ) -> TrainResult:
     """Train up to the last step of the run. Collective.
@@ -57,26 +59,31 @@ def train(
         saver: writes checkpoints between steps.
         bad_steps: gives the norm limit to each step, and acts on a bad one: it ends the run, skips the update, or loads
             the adapter and the optimizer of the last checkpoint. The loop goes on with the next batch either way.
-        spec: the learning rate, and what follows a bad step.
+        spec: the learning rate, the figure that the run is judged by, and what follows a bad step.
+        early_stop: says after an evaluation whether the run ends there.
         result: what earlier starts have done; it is filled in and returned.
 
     Raises:
         Interrupted: a rank got a signal. It is raised after the current step, or in the middle of an evaluation. A
             signal during the last step stops nothing: the run finishes.
         DataError: streamed data can't be read on; what was trained has been saved, if that was possible.
+        ConfigError: the evaluations do not have the figure that the run is to be judged by.
         TrainingError: a bad step under training.on_bad_step=stop; more than 10 bad steps in a row under any setting
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
-    patience = spec.early_stopping_patience
     may_go_back = spec.on_bad_step is OnBadStep.rollback
     runner.model.train()
     try:
         for step in range(result.num_steps, num_steps):
             if evaluation.is_due(step):
                 with recorder.paused():
-                    result.add_evaluation(step, evaluation.run(runner.model, step))
-                if patience is not None and result.num_evaluations_without_gain() >= patience:
-                    log.info(f"Stopped early: {plural(patience, 'evaluation')} without a lower loss.")
+                    evaluated = evaluation.run(runner.model, step)
+                result.add_evaluation(step, evaluated)
+                if evaluated is not None:
+                    check_figure(spec.criterion, evaluated.metrics)
+                result.stopped_early = early_stop.reason(result.judged)
+                if result.stopped_early is not None:
+                    log.info(f"Stopped early: {result.stopped_early}.")
                     break
 
             recorder.begin_step()
@@ -190,12 +197,14 @@ class TrainResult:
             ran them.
         last_used: the same of the last ones.
         eval_losses: (step, loss) of each evaluation, including those of earlier starts.
-        eval_metrics: the task's other figures in the last evaluation.
+        eval_metrics: (step, the task's other figures) of the same.
         first_step_seconds: duration of the first step after this start, with compilation and allocation.
         tokens_per_second_per_gpu: median over the steps after the first.
         step_gpu_peak_gib: largest peak memory of tensors over the steps, in GiB; None on a CPU.
         adapter_step: the step whose adapter is the result, where that is not the last; None where it is.
         doubt: what its figures say against the run; None if nothing.
+        stopped_early: why the run ended before its last step; None if it did not.
+        criterion: the figure of the evaluations that the run is judged by.
     """
 
     num_steps: int = 0
@@ -204,18 +213,20 @@ class TrainResult:
     first_used: list[tuple[float, float]] = field(default_factory=list)
     last_used: list[tuple[float, float]] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
-    eval_metrics: dict[str, float] = field(default_factory=dict)
+    eval_metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     first_step_seconds: float | None = None
     tokens_per_second_per_gpu: float | None = None
     step_gpu_peak_gib: float | None = None
     adapter_step: int | None = None
     doubt: str | None = None
+    stopped_early: str | None = None
+    criterion: Criterion = field(default_factory=Criterion)
 
     def go_back_to(self, step: int) -> None:
         """The adapter of an earlier step is the result: what was evaluated later is not about it."""
         self.adapter_step = step
         self.eval_losses[:] = [each for each in self.eval_losses if each[0] <= step]
-        self.eval_metrics = {}
+        self.eval_metrics[:] = [each for each in self.eval_metrics if each[0] <= step]
 
     def add_step(self, loss: float, norm: float, is_good: bool) -> None:
         """Count a step. Its loss and its gradient's norm count only if its gradient was used (`is_good`)."""
@@ -251,12 +262,12 @@ class TrainResult:
         """Add the evaluation after `step` steps. Without held-out rows it is None, and nothing is added."""
         if evaluation is not None:
             self.eval_losses.append((step, evaluation.loss))
-            self.eval_metrics = evaluation.metrics
+            self.eval_metrics.append((step, evaluation.metrics))
 
-    def num_evaluations_without_gain(self) -> int:
-        """Evaluations since the one with the lowest loss."""
-        losses = [loss for _, loss in self.eval_losses]
-        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+    @property
+    def judged(self) -> dict[int, float]:
+        """The figure that the run is judged by, after the number of steps of each evaluation; NaN where it has none."""
+        return self.criterion.values(self.eval_losses, self.eval_metrics)
 
     def add_measured(self, recorder: StepRecorder) -> None:
         """Add what the recorder measured over all steps of this start."""
@@ -267,6 +278,12 @@ class TrainResult:
     def describe(self) -> dict[str, Any]:
         """Figures for summary.json."""
         ends = self.ends
+        last_metrics = self.eval_metrics[-1][1] if self.eval_metrics else {}
+        judged: dict[str, Any] = {}
+        if self.criterion.name != LOSS and self.eval_losses:
+            judged["metric_for_best_model"] = self.criterion.name
+            judged["greater_is_better"] = self.criterion.greater_is_better
+            judged["metric"] = self.judged[self.eval_losses[-1][0]]
         return {
             "steps": self.num_steps,
             "initial_loss": None if ends is None else ends.losses[0],
@@ -274,9 +291,11 @@ class TrainResult:
             "losses_are_means_of": self.num_averaged,
             **({} if self.adapter_step is None else {"adapter_step": self.adapter_step}),
             **({} if self.doubt is None else {"doubt": self.doubt}),
+            **({} if self.stopped_early is None else {"stopped_early": self.stopped_early}),
             "initial_eval_loss": self.eval_losses[0][1] if self.eval_losses else None,
             "eval_loss": self.eval_losses[-1][1] if self.eval_losses else None,
-            **({"eval_metrics": self.eval_metrics} if self.eval_metrics else {}),
+            **({"eval_metrics": last_metrics} if last_metrics else {}),
+            **judged,
             "first_step_seconds": self.first_step_seconds,
             "step_gpu_peak_gib": self.step_gpu_peak_gib,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,

@@ -41,6 +41,7 @@ from qlora_fsdp.training.checkpoints.resume import begin_attempt, settings_of
 from qlora_fsdp.training.checkpoints.saver import Saver
 from qlora_fsdp.training.checkpoints.thread import CheckpointThread
 from qlora_fsdp.training.describe_adapter import describe_adapter
+from qlora_fsdp.training.early_stop import EarlyStop
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import PassQueue, RunEvaluation, StepQueue, TrainResult, train
@@ -104,7 +105,9 @@ def train_adapter(
 
     journal = Journal(folder, spec.tracking, split.num_steps, processes.is_main, result.num_steps)
     content = _checkpoint_content(prepared, processes, folder, result)
-    thread = CheckpointThread(spec.saving, content, model.model, optimizer, write_adapter_to, processes, journal)
+    thread = CheckpointThread(
+        spec.saving, content, model.model, optimizer, write_adapter_to, processes, journal, result.criterion
+    )
     saver = Saver(thread, watch)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
     used = processes.share(journal.used_steps() if processes.is_main else None, list[tuple[float, float]])
@@ -114,6 +117,7 @@ def train_adapter(
     runner = StepRunner(model, passes, optimizer, spec.steps.optim.max_grad_norm, prepared.flops, peaks, processes)
     batches = GlobalBatches(data.train, split, spec.steps.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
+    early_stop = EarlyStop(spec.steps, folder, processes)
 
     figures = dict(summary.figures)  # for the trackers, which also get the result of training below
     closing = ExitStack()
@@ -135,7 +139,7 @@ def train_adapter(
         )
         with saver:
             steps = split.num_steps
-            result = train(runner, queue, steps, evaluation, recorder, saver, bad_steps, spec.steps, result)
+            result = train(runner, queue, steps, evaluation, recorder, saver, bad_steps, spec.steps, early_stop, result)
         num_sequences = None if spec.data.settings.streaming else len(data.train)
         result.doubt = spec.outlook.judge(split.num_steps, num_sequences, result.ends)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
@@ -207,11 +211,17 @@ def _resume(
     Returns:
         What earlier starts have done up to the checkpoint.
     """
-    result = TrainResult()
+    criterion = prepared.spec.steps.criterion
+    result = TrainResult(criterion=criterion)
     if checkpoint is not None:
         with summary.resuming():
             load_checkpoint(checkpoint, prepared.model.model, optimizer, processes)
-        result = TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
+        result = TrainResult(
+            checkpoint.step,
+            eval_losses=checkpoint.eval_losses,
+            eval_metrics=checkpoint.eval_metrics,
+            criterion=criterion,
+        )
     if processes.is_main:
         with writing(folder):
             begin_attempt(checkpoint, folder)
@@ -219,21 +229,26 @@ def _resume(
 
 
 def _take_best(result: TrainResult, folder: Path, processes: Processes) -> None:
-    """Put the adapter of the kept checkpoint with the lowest evaluation loss in the last step's place. Collective.
+    """Put the adapter of the best kept checkpoint in the last step's place. Collective.
 
-    Nothing is done where the last step's loss is as low, or where it alone was evaluated.
+    Nothing is done where the last step's is as good, or where it alone was evaluated.
     """
-    losses = {step: loss for step, loss in result.eval_losses if math.isfinite(loss)}
-    last = losses.get(result.num_steps, math.inf)
+    criterion = result.criterion
+    values = result.judged
+    costs = {step: criterion.cost(value) for step, value in values.items()}
+    last = costs.get(result.num_steps, math.inf)
     step = result.num_steps
     if processes.is_main:
         kept = {step_of(path): path for path in checkpoint_folders(folder / CHECKPOINTS)}
-        lower = [(loss, step) for step, loss in losses.items() if loss < last and step in kept]
-        if lower:
-            loss, step = min(lower)
+        better = [(cost, step) for step, cost in costs.items() if cost < last and step in kept]
+        if better:
+            _, step = min(better)
             with writing(folder), replacing(folder / "adapter") as temporary:
                 shutil.copytree(kept[step] / "adapter", temporary)
-            log.info(f"The adapter is that of step {step}: its evaluation loss {loss:.4f} is lower than {last:.4f}.")
+            log.info(
+                f"The adapter is that of step {step}: its evaluation {criterion.name} {values[step]:.4f} is "
+                f"{criterion.better} than {values.get(result.num_steps, math.inf):.4f}."
+            )
     step = processes.share(step, int)
     if step != result.num_steps:
         result.go_back_to(step)
@@ -252,7 +267,7 @@ def _make_bad_steps(prepared: Prepared, folder: Path, norms: Sequence[float], sa
 def _checkpoint_content(prepared: Prepared, processes: Processes, folder: Path, result: TrainResult) -> Checkpoint:
     """The manifest fields that all checkpoints of this run share: its settings with what was chosen in place of auto.
 
-    `eval_losses` is the result's own list, so it grows as the loop evaluates.
+    `eval_losses` and `eval_metrics` are the result's own lists, so they grow as the loop evaluates.
     """
     recorded = prepared.spec.recorded
     chosen = {key: value for key, value in prepared.run_plan.chosen.items() if recorded[key] == AUTO}
@@ -264,4 +279,5 @@ def _checkpoint_content(prepared: Prepared, processes: Processes, folder: Path, 
         prepared.data.train.describe(),
         prepared.base,
         result.eval_losses,
+        result.eval_metrics,
     )

@@ -10,6 +10,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub import is_repo_name
 from qlora_fsdp.common.text import is_whole
 from qlora_fsdp.config.checks.check_model import NO_FLOAT16
+from qlora_fsdp.config.criterion import LOSS, Criterion, make_pruner
 from qlora_fsdp.config.schema import (
     AttnImplementation,
     CheckpointConfig,
@@ -29,7 +30,7 @@ from qlora_fsdp.config.schema import (
     TrackingConfig,
     TrainingConfig,
 )
-from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show
+from qlora_fsdp.config.settings import all_settings, example_of, nearest_settings, problem_with, show
 
 _WHOLE = "a rank has slices, and this needs whole sequences"
 _OF_SLICES = "a mask is of a slice, and only attention that is told where rows start sees all of a sequence"
@@ -137,6 +138,29 @@ def check_checkpoints(checkpoint: CheckpointConfig, training: TrainingConfig) ->
     if training.on_bad_step is OnBadStep.rollback and has_none:
         fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
         yield problem_with(training, "training.on_bad_step", "has no checkpoints to go back to.", fix)
+
+
+def check_judged(training: TrainingConfig, data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
+    """Yields why a run can't be judged by the figure that is named, or not by the pruner."""
+    criterion = Criterion.of(training)
+    key = "training.metric_for_best_model"
+    if criterion.name != LOSS and not data.has_evaluation:
+        reason = "is a figure of evaluations, and no rows are held out."
+        yield problem_with(training, key, reason, "Set data.eval_fraction=0.05, or leave it out.")
+    elif criterion.name != LOSS and task.name is TaskName.causal_lm:
+        reason = f"is no figure of {show('task.name', task.name)}, whose evaluations have the loss alone."
+        yield problem_with(training, key, reason, f"Set {key}=loss.")
+    if training.pruner is None:
+        return
+    try:
+        make_pruner(training.pruner, training.pruner_kwargs)
+    except ImportError:
+        fix = "Run pip install optuna, or leave it out."
+        yield problem_with(training, "training.pruner", "needs the package optuna, which is not installed.", fix)
+    except (TypeError, ValueError) as error:
+        key = "training.pruner_kwargs"
+        reason = f"can't be used with {show('training.pruner', training.pruner)}: {error}."
+        yield problem_with(training, key, reason, f"Set {example_of(key)}, or the like.")
 
 
 def _check_allowed(checkpoint: CheckpointConfig) -> Iterator[Problem]:

@@ -144,6 +144,14 @@ class OptimConfig:
 DEFAULT_GLOBAL_BATCH = 16
 
 
+class Pruner(Enum):
+    """Classes of Optuna."""
+
+    MedianPruner = "MedianPruner"
+    PercentilePruner = "PercentilePruner"
+    SuccessiveHalvingPruner = "SuccessiveHalvingPruner"
+
+
 class OnBadStep(Enum):
     stop = "stop"
     skip = "skip"
@@ -220,11 +228,26 @@ class TrainingConfig:
     precision: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.users, other_names=("bf16", "fp16"))
     # Evaluate each time this many steps are done, and at the end. null: only before and after training.
     eval_every_steps: int | None = setting(None, Run.same, ALWAYS, bounds=at_least(1), other_names=("eval_steps",))
-    # Stop when this many evaluations in a row have not had a lower loss than the best before them (transformers'
+    # The figure of the evaluations by which the run is judged: where it stops early, and which checkpoint and which run
+    # of a sweep is the best. loss, or another that the task has: accuracy, f1, rewards/accuracies, or reward and pass@1
+    # of answers to held-out prompts.
+    metric_for_best_model: str = setting("loss", Run.same, ALWAYS)
+    # Whether its greatest value is the best. null: unless its name ends with loss or mae.
+    greater_is_better: bool | None = setting(None, Run.same, ALWAYS)
+    # Stop when this many evaluations in a row have not been better than the best before them (transformers'
     # EarlyStoppingCallback). The adapter is that of the last step unless checkpoint.best_at_end is set. null: never.
     early_stopping_patience: int | None = setting(
         None, Run.same, when("training.eval_every_steps"), bounds=at_least(1), other_names=("patience",)
     )
+    # By how much an evaluation has to be better for that.
+    early_stopping_threshold: float = setting(
+        0.0, Run.same, when("training.early_stopping_patience"), bounds=at_least(0)
+    )
+    # In a sweep, stop after an evaluation where one of Optuna's pruners says that the sweep's other runs were better by
+    # then. The run has finished then, with an adapter. It needs the package optuna and any sweeper. null: none does.
+    pruner: Pruner | None = setting(None, Run.same, when("training.eval_every_steps"))
+    # Arguments of the pruner's class. PercentilePruner needs its percentile.
+    pruner_kwargs: dict[str, float] = setting({}, Run.same, when("training.pruner"), example="'{n_startup_trials: 2}'")
     # Of a mixture of experts: what its load-balancing loss (arXiv:2101.03961) is multiplied by before it is added. 0
     # adds none, whatever the model's config says.
     router_aux_loss_coef: float = setting(0.0, Run.other, ALWAYS, files=Files.users, bounds=at_least(0))
@@ -245,10 +268,10 @@ class CheckpointConfig:
     every_minutes: float | None = setting(None, Run.same, ALWAYS, bounds=above(0))
     # Number of checkpoints to keep. An older one is removed once a newer one is complete.
     keep_last: int = setting(2, Run.same, ALWAYS, bounds=at_least(1), other_names=("save_total_limit",))
-    # Besides these, keep this many of those with the lowest evaluation loss.
+    # Besides these, keep this many of the best by training.metric_for_best_model.
     keep_best: int = setting(0, Run.same, ALWAYS, bounds=at_least(0))
-    # At the end, write the adapter of the kept checkpoint with the lowest evaluation loss, unless the last step's is
-    # lower still (transformers' load_best_model_at_end). It needs keep_best.
+    # At the end, write the adapter of the best kept checkpoint by training.metric_for_best_model, unless the last
+    # step's is better still (transformers' load_best_model_at_end). It needs keep_best.
     best_at_end: bool = setting(False, Run.same, ALWAYS, other_names=("load_best_model_at_end",))
     # auto: resume from the newest checkpoint in run.folder, if there is one. none: start anew, which removes the
     # checkpoints. Or the folder of a checkpoint, of this run or of another.

@@ -81,6 +81,7 @@ class Checkpoint:
         data: counts that tell the training data from other data.
         base: fingerprint of the base model's files. None where the base model is random.
         eval_losses: (step, loss) of the evaluations before this step's.
+        eval_metrics: (step, the task's other figures) of the same.
         files: size and SHA-256 of every other file, by its path in the folder.
     """
 
@@ -91,6 +92,7 @@ class Checkpoint:
     data: dict[str, int]
     base: str | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    eval_metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -142,12 +144,21 @@ def _check_types(checkpoint: Checkpoint) -> None:
     if not isinstance(checkpoint.eval_losses, list):
         raise ValueError("its evaluation losses are no list")
     for step, loss in checkpoint.eval_losses:
-        if not _is_count(step) or type(loss) not in (int, float) or (type(loss) is int and abs(loss) > MAX_COUNT):
+        if not _is_count(step) or not _is_figure(loss):
             raise ValueError("its evaluation losses are no numbers")
+    if not isinstance(checkpoint.eval_metrics, list):
+        raise ValueError("its evaluations' figures are no list")
+    for step, figures in checkpoint.eval_metrics:
+        if not _is_count(step) or not all(_is_figure(value) for value in figures.values()):
+            raise ValueError("its evaluations' figures are no numbers")
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= MAX_COUNT)
 
 
 def _is_flat(value: Any, depth: int) -> bool:

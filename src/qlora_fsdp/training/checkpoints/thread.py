@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn, optim
 
 from qlora_fsdp.common import threads
+from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.config.schema import CheckpointConfig
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import log
@@ -51,12 +52,14 @@ class CheckpointThread:
     Args:
         config: when checkpoints are written, and how many are kept.
         content: the manifest fields that all checkpoints of this run share. Each checkpoint replaces `step`, and
-            `folder`, which is run.folder/checkpoints here. `eval_losses` grows as the loop evaluates.
+            `folder`, which is run.folder/checkpoints here. `eval_losses` and `eval_metrics` grow as the
+            loop evaluates.
         model: sharded.
         optimizer: over the model's trainable parameters.
         write_adapter: writes the adapter to a folder; called in the thread of rank 0.
         processes: all ranks take part.
         journal: records how long each checkpoint took.
+        criterion: which checkpoints are the best.
 
     Attributes:
         last_time: when the state was last copied, on the monotonic clock.
@@ -71,8 +74,10 @@ class CheckpointThread:
         write_adapter: WriteAdapter,
         processes: Processes,
         journal: Journal,
+        criterion: Criterion,
     ) -> None:
         self.config = config
+        self.criterion = criterion
         self.content = content
         self.model = model
         self.optimizer = optimizer
@@ -105,8 +110,9 @@ class CheckpointThread:
             self.content,
             folder=folder,
             step=step,
-            # A run that resumes from this checkpoint evaluates at this step again, so its loss is left out.
+            # A run that resumes from this checkpoint evaluates at this step again, so its figures are left out.
             eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
+            eval_metrics=[(at, metrics) for at, metrics in self.content.eval_metrics if at < step],
         )
         snapshot = self.host_copy.take(self.model, self.optimizer)
         self.last_time = time.monotonic()
@@ -179,11 +185,12 @@ class CheckpointThread:
         return error, time.monotonic() - started
 
     def _remove_old(self, content: Checkpoint) -> None:
-        """Remove checkpoints except the newest (`keep_last`) and those of the lowest evaluation loss (`keep_best`)."""
+        """Remove checkpoints except the newest (`keep_last`) and the best by the evaluations (`keep_best`)."""
         folder = self.content.folder
-        losses = {step: loss for step, loss in content.eval_losses if math.isfinite(loss)}
+        costs = self.criterion.costs(content.eval_losses, content.eval_metrics)
         folders = checkpoint_folders(folder)
-        best = sorted((losses[step], path) for path in folders if (step := step_of(path)) in losses)
+        evaluated = [(costs[step], path) for path in folders if (step := step_of(path)) in costs]
+        best = sorted(each for each in evaluated if each[0] < math.inf)
         keep = [*folders[-self.config.keep_last :], *(path for _, path in best[: self.config.keep_best])]
         try:
             remove_checkpoints(folder, keep)
