@@ -62,6 +62,7 @@ OTHER_NUMBERS = {
     "nf4 without double quantization": (2, "llama", ["quant.bnb_4bit_use_double_quant=false"]),
     "int8": (2, "llama", ["quant=int8"]),
     "int8 embeddings and head": (2, "llama", ["quant.embeddings=int8"]),
+    "int8 head in pieces": (2, "llama", ["quant.embeddings=int8", "memory.head_in_pieces=true"]),
     "not quantized": (2, "llama", ["quant=none"]),
     "rslora": (2, "llama", ["lora.use_rslora=true"]),
     "dora": (2, "llama", ["lora.use_dora=true"]),

@@ -21,6 +21,9 @@ from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.specs import ShardSpec, TaskSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import byte_tokenizer, extend_tokenizer
+from qlora_fsdp.layers import head_loss
+from qlora_fsdp.layers.rewire import use_head_pieces
+from qlora_fsdp.memory import model_bytes
 from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
@@ -192,6 +195,16 @@ class LiveBytes(TorchDispatchMode):
         return self._at_most
 
 
+PIECES = (head_loss, model_bytes, sharded_rows)  # which read PIECE_BYTES
+
+
+def peak_bytes_in_pieces(arguments: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The same of one run, with pieces of 1 MiB in place of 32, of which a small model's tables have many."""
+    for module in PIECES:
+        module.PIECE_BYTES = 2**20
+    return peak_bytes({"run": arguments})
+
+
 def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
     """Most bytes of this rank's tensors in forward and in backward, of the second step."""
     Meeting.new_port()
@@ -200,6 +213,7 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
         config = read(arguments)
         model = build(config, torch.float32)
         set_activation_policy(model.layers, [policy_of(config)] * len(model.layers))
+        use_head_pieces(model.head, config.memory.head_in_pieces is True)
         shard_model(model, ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks), processes)
         place(model)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optim, 0.0)
@@ -289,3 +303,19 @@ def test_proof_takes_no_more_than_a_step() -> None:
     peak, held = run_ranks(NUM_RANKS, proof_bytes, arguments)[0]
     assert 2 * table < peak - held < 2.2 * table
     assert peak < plan_of(config, Policy.full, compute_bytes=4).tensor_bytes("forward")
+
+
+def test_plan_counts_a_head_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loss of an int8 head is the peak of forward; as a whole it takes more than twice as much."""
+    arguments = [*WIDE, "quant.embeddings=int8", "memory.head_in_pieces=true", "training.max_length=2048"]
+    for module in PIECES:
+        monkeypatch.setattr(module, "PIECE_BYTES", 2**20)
+    config = read(arguments)
+    plan = plan_of(config, Policy.full, compute_bytes=4)
+    work = replace(plan.work, can_read_peers=False)  # as it is on a CPU
+    plan = make_plan(work, plan.policies)
+    peak, _ = run_ranks(NUM_RANKS, peak_bytes_in_pieces, arguments)[0]["run"]
+    assert plan.phases["forward"]["loss"] > 0.8 * peak
+    assert plan.tensor_bytes("forward") - WORKSPACE == pytest.approx(peak, rel=0.05)
+    whole = make_plan(work.with_values({"memory.head_in_pieces": False}), plan.policies)
+    assert whole.tensor_bytes("forward") > 2 * plan.tensor_bytes("forward")

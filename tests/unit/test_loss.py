@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.common import sizes
+from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.head_loss import LogitTransform
-from qlora_fsdp.layers.rewire import attach_loss
+from qlora_fsdp.layers.rewire import attach_loss, use_head_pieces
+from qlora_fsdp.runtime import rows
 
 
 def reference(
@@ -93,3 +96,40 @@ def test_label_smoothing(monkeypatch, is_frozen: bool, softcap: float | None):
     (3 * loss).backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(hidden.grad.double(), expected_grads[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_int8_head_in_pieces_gives_the_loss_of_the_whole(
+    monkeypatch, dtype: torch.dtype, softcap: float | None, smoothing: float, bias: bool
+):
+    """Pieces of 7 rows of 50, chunks of 32 tokens of 60; against the whole dequantized head in float64."""
+    monkeypatch.setattr(sizes, "MIN_CHUNK", 32)
+    monkeypatch.setattr(sizes, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(rows, "PIECE_BYTES", 7 * 16)
+    torch.manual_seed(0)
+    head = make_quantized(torch.randn(50, 16, dtype=dtype), Format("int8"), bias)
+    whole = nn.Linear(16, 50, bias=bias)
+    whole.weight.data = head.dequantize()
+    if bias:
+        whole.bias.data = head.bias.data
+    hidden = torch.randn(2, 30, 16).to(dtype).requires_grad_()
+    targets = torch.randint(0, 50, (2, 30))
+    targets[0, :20] = -100
+    expected, expected_grads = reference(hidden, targets, whole, softcap, 1.0, smoothing)
+    attach_loss(head, LogitTransform(1.0, softcap))
+    found = []
+    for in_pieces in (False, True):
+        use_head_pieces(head, in_pieces)
+        hidden.grad = None
+        losses, entropies = head(hidden, targets, "with_entropy", smoothing)
+        (3 * losses.sum()).backward()
+        found.append((losses.detach(), entropies.detach(), hidden.grad.double()))
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+    assert found[1][0].sum().item() == pytest.approx(expected.item(), rel=1e-6 if dtype is torch.float32 else 1e-2)
+    scale = expected_grads[0].abs().max().item()
+    errors = [(grad - expected_grads[0]).abs().max().item() for *_, grad in found]
+    assert errors[1] <= max(1e-5 * scale, 1.2 * errors[0]), "no further from the truth than the whole head's"

@@ -12,6 +12,7 @@ multiplies the gradient that forward has kept by this factor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.sizes import IGNORE_INDEX, loss_chunk
+from qlora_fsdp.common.sizes import IGNORE_INDEX, PIECE_BYTES, loss_chunk
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.divergence import FrozenHeadDivergence
 from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
@@ -29,6 +30,7 @@ from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, s
 
 LossKernel = Literal["triton", "liger", "torch"]
 Reduction = Literal["sum", "none", "with_entropy"]
+BYTES_A_LOGIT = 16  # of a piece's logits, exponentials and slopes in float32, which exist together
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,12 @@ class HeadLoss:
         is_frozen_linear: whether the head is a plain or int8 linear layer that is not trained, maybe with rows of new
             tokens beside it. Its weight is then gathered here, into one buffer, and backward does not need it.
         whole_weight: the weight of a plain linear layer, if it need not be gathered (sharding/peer_weights.py).
+        in_pieces: whether some thousand rows of an int8 head are dequantized at a time, and its weight never exists as
+            a whole.
     """
 
     whole_weight: Tensor | None = None
+    in_pieces = False
 
     def __init__(self, head: nn.Module, transform: LogitTransform, kernel: LossKernel) -> None:
         self.head = cast(nn.Linear, plain_table(head))
@@ -114,6 +119,12 @@ class HeadLoss:
         """The loss of each token, [B * L], or of Liger's kernel the sum of all; with entropies [2, B * L]."""
         wants_entropy = reduction == "with_entropy"
         if self.is_frozen_linear:
+            if self.in_pieces and isinstance(self.head, QuantizedLinear) and self.new_rows is None:
+                own_bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
+                found = _PiecewiseHeadLoss.apply(  # type: ignore[no-untyped-call]
+                    hidden, self.head, own_bias, targets, self.softcap, wants_entropy, smoothing
+                )
+                return torch.stack(found) if wants_entropy else found[0]
             weight, bias = self._frozen_weights(hidden.device)
             if self.new_rows is None and self.kernel == "liger":
                 assert reduction == "sum" and smoothing == 0.0
@@ -188,15 +199,24 @@ def _gather_weight(layer: nn.Module, device: torch.device) -> Tensor:
     """
     if not isinstance(layer, QuantizedLinear):
         return gather_whole(cast(nn.Linear, layer).weight, device)
-    num_rows = layer.out_features
-    columns = layer.in_features
-    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
-    out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
-    for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
-        parts = {"codes": codes, "scales": scales}
-        size = len(scales)
-        out[first : first + size] = layer.format.dequantize(parts, size, columns, layer.compute_dtype)
+    out = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=device)
+    for first, piece in _weight_pieces(layer, device):
+        out[first : first + len(piece)] = piece
     return out
+
+
+def _weight_pieces(layer: QuantizedLinear, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """The weight of an int8 layer in pieces: the first row of each, and its dequantized rows. Collective.
+
+    A piece has at most PIECE_BYTES of codes on any number of ranks, so that the plan, which is made for one, is right.
+    """
+    most = max(1, PIECE_BYTES // layer.in_features)
+    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
+    for first, (codes, scales) in gather_pieces(held, layer.out_features, shard_group(layer.codes), device):
+        for start in range(0, len(scales), most):
+            parts = {"codes": codes[start : start + most], "scales": scales[start : start + most]}
+            num_rows = len(parts["scales"])
+            yield first + start, layer.format.dequantize(parts, num_rows, layer.in_features, layer.compute_dtype)
 
 
 def _liger_loss(
@@ -206,6 +226,98 @@ def _liger_loss(
 
     options = (None, IGNORE_INDEX, 0.0, 0.0, "sum", softcap)
     return cast(Tensor, LigerFusedLinearCrossEntropyFunction.apply(hidden_ND, weight_VD, targets_N, bias, *options)[0])
+
+
+class _PiecewiseHeadLoss(torch.autograd.Function):
+    """As `_FrozenHeadLoss`, of a head whose rows are dequantized some thousand at a time, each once.
+
+    The gradient of a token's hidden state is sum_v p_v slope_v W_v less the target's slope_t W_t. As in attention by
+    tiles (arXiv:2205.14135), a piece adds exp(logit - top) W_v, and what was added before is scaled where the largest
+    logit so far (`top`) grows; the division by the sum of the exponentials comes last.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head: QuantizedLinear,
+        bias: Tensor | None,
+        targets_N: Tensor,
+        softcap: float | None,
+        wants_entropy: bool = False,
+        smoothing: float = 0.0,
+    ) -> tuple[Tensor, ...]:
+        device = hidden_ND.device
+        num_tokens = len(hidden_ND)
+        wants_grad = ctx.needs_input_grad[0]
+        top_N = torch.full((num_tokens,), -torch.inf, dtype=torch.float32, device=device)
+        sum_N = torch.zeros_like(top_N)  # of exp(logit - top)
+        target_logit_N = torch.zeros_like(top_N)
+        logit_sum_N = torch.zeros_like(top_N) if smoothing else None
+        expected_N = torch.zeros_like(top_N) if wants_entropy else None  # sum of exp(logit - top) logit
+        pull_ND = torch.zeros_like(hidden_ND, dtype=torch.float32) if wants_grad else None
+        target_row_ND = torch.zeros_like(hidden_ND) if wants_grad else None
+        smooth_ND = torch.zeros_like(hidden_ND, dtype=torch.float32) if wants_grad and smoothing else None
+        for first, weight_RD in _weight_pieces(head, device):
+            own_bias = None if bias is None else bias[first : first + len(weight_RD)]
+            chunk = loss_chunk(len(weight_RD), BYTES_A_LOGIT)
+            for start in range(0, num_tokens, chunk):
+                rows = slice(start, start + chunk)
+                logits = F.linear(hidden_ND[rows], weight_RD, own_bias).float()
+                if softcap is not None:
+                    logits.div_(softcap).tanh_().mul_(softcap)
+                slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
+                place = targets_N[rows] - first
+                is_here = (place >= 0) & (place < len(weight_RD))
+                place = place.clamp(0, len(weight_RD) - 1)
+                found = logits.gather(1, place.unsqueeze(1)).squeeze(1)
+                target_logit_N[rows] = torch.where(is_here, found, target_logit_N[rows])
+                if logit_sum_N is not None:
+                    logit_sum_N[rows] += logits.sum(1)
+                top = torch.maximum(top_N[rows], logits.amax(1))
+                scale = (top_N[rows] - top).exp_()
+                top_N[rows] = top
+                weights = (logits - top.unsqueeze(1)).exp_()
+                sum_N[rows] = sum_N[rows] * scale + weights.sum(1)
+                if expected_N is not None:
+                    expected_N[rows] = expected_N[rows] * scale + (weights * logits).sum(1)
+                del logits  # or it would be there while the gradient is made
+                if pull_ND is not None and target_row_ND is not None:
+                    if slope is not None:
+                        weights.mul_(slope)
+                    pull_ND[rows] *= scale.unsqueeze(1)
+                    pull_ND[rows] += weights.to(weight_RD.dtype) @ weight_RD
+                    target_row = weight_RD[place]
+                    target_row_ND[rows] = torch.where(is_here.unsqueeze(1), target_row, target_row_ND[rows])
+                if smooth_ND is not None:
+                    flat = torch.ones_like(weights) if slope is None else slope
+                    smooth_ND[rows] += flat.to(weight_RD.dtype) @ weight_RD
+                del weights, slope
+        norm_N = top_N + sum_N.log()
+        reached_N = target_logit_N
+        if logit_sum_N is not None:
+            reached_N = (1.0 - smoothing) * target_logit_N + smoothing / head.out_features * logit_sum_N
+        valid_N = targets_N != IGNORE_INDEX
+        losses_N = (norm_N - reached_N) * valid_N
+        entropies_N = None if expected_N is None else (norm_N - expected_N / sum_N) * valid_N
+        grad_ND = None
+        if pull_ND is not None and target_row_ND is not None:
+            target_N = torch.full_like(top_N, 1.0 - smoothing)
+            if softcap is not None:
+                target_N *= 1.0 - (target_logit_N / softcap) ** 2
+            pull_ND /= sum_N.unsqueeze(1)
+            pull_ND -= target_N.unsqueeze(1) * target_row_ND
+            if smooth_ND is not None:
+                pull_ND -= smooth_ND.mul_(smoothing / head.out_features)
+            pull_ND *= valid_N.unsqueeze(1)
+            grad_ND = pull_ND.to(hidden_ND.dtype)
+        ctx.save_for_backward(grad_ND)
+        return _outputs(ctx, losses_N, entropies_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_ND,) = ctx.saved_tensors
+        return (grad_ND.float() * grads[0].unsqueeze(1)).to(grad_ND.dtype), None, None, None, None, None, None
 
 
 class _FusedHeadLoss(torch.autograd.Function):

@@ -192,6 +192,13 @@ def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:
                 module.tile_tokens = num_tokens  # type: ignore[assignment]
 
 
+def use_head_pieces(head: nn.Module | None, in_pieces: bool) -> None:
+    """Let the loss of an int8 head dequantize some thousand of its rows at a time, or all; others stay as they are."""
+    loss = getattr(head, "forward", None)
+    if isinstance(loss, HeadLoss):
+        loss.in_pieces = in_pieces
+
+
 def recompute_norms(layer: nn.Module) -> None:
     """Let the linear layers of a transformer layer keep the norms' inputs in the place of the norms' outputs.
 

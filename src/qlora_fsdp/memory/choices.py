@@ -88,6 +88,15 @@ def with_tiles(work: Workload) -> Workload | None:
     return work.with_values({"memory.tile_tokens": TILE_TOKENS})
 
 
+def with_head_pieces(work: Workload) -> Workload | None:
+    """The run whose loss dequantizes an int8 head in pieces, if that is open."""
+    config = work.config
+    is_int8 = config.quant.embeddings is EmbeddingStorage.int8
+    if config.memory.head_in_pieces != AUTO or not is_int8 or not work.is_cuda:
+        return None
+    return work.with_values({"memory.head_in_pieces": True})
+
+
 def more_gpus(work: Workload) -> Iterator[Workload]:
     """The run on twice as many GPUs, four times as many and so on."""
     num_ranks = work.num_ranks

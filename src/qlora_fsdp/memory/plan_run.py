@@ -59,6 +59,7 @@ class RunPlan:
         plan: the predicted bytes; None for a model that can't be traced.
         policies: the activation policy of each layer.
         num_tile_tokens: tokens that MLPs, experts and norms compute at a time; None for all.
+        head_in_pieces: whether the loss dequantizes an int8 head in pieces.
         micro_batch_size: sequences per rank and forward pass.
         num_slices: ranks that share each sequence.
         sharding_strategy: how parameters are spread over the ranks.
@@ -73,6 +74,7 @@ class RunPlan:
     plan: MemoryPlan | None
     policies: tuple[Policy, ...]
     num_tile_tokens: int | None
+    head_in_pieces: bool
     micro_batch_size: int
     num_slices: int
     sharding_strategy: ShardingStrategy
@@ -147,6 +149,7 @@ def plan_run(
         plan=plan,
         policies=plan.policies,
         num_tile_tokens=chosen.memory.num_tile_tokens,
+        head_in_pieces=chosen.memory.head_in_pieces is True,
         micro_batch_size=plan.work.micro_batch_size,
         num_slices=chosen.distributed.num_slices,
         sharding_strategy=chosen.fsdp.sharding_strategy,
@@ -173,6 +176,7 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
         plan=None,
         policies=policies,
         num_tile_tokens=config.memory.num_tile_tokens,
+        head_in_pieces=config.memory.head_in_pieces is not False,
         micro_batch_size=size,
         num_slices=config.distributed.num_slices,
         sharding_strategy=strategy,
@@ -201,6 +205,8 @@ def _reason(asked: Workload, plan: MemoryPlan, machine: Machine) -> str:
         chosen.append("training.micro_batch_size")
     if config.memory.tile_tokens == AUTO and work.config.memory.num_tile_tokens is not None:
         chosen.append("memory.tile_tokens")
+    if config.memory.head_in_pieces == AUTO and work.config.memory.head_in_pieces is True:
+        chosen.append("memory.head_in_pieces")
     said = "free memory less 5 %"
     if config.memory.target_gib:
         said = show("memory.target_gib", config.memory.target_gib)

@@ -3,7 +3,8 @@
 What is tried is listed in memory/choices.py. The questions:
 
 - `choose`: the best predicted speed within the memory, by what the settings leave open. That may be: each layer's
-  activation policy (`memory.activations=auto`), tiles (`memory.tile_tokens=auto`), the micro-batch size, whether each
+  activation policy (`memory.activations=auto`), tiles (`memory.tile_tokens=auto`), whether an int8 head's loss is
+  computed in pieces (`memory.head_in_pieces=auto`), the micro-batch size, whether each
   rank has the whole base or a part (`fsdp.sharding_strategy=auto`), whether layers stay gathered between forward and
   backward, and how many ranks share a sequence (`distributed.context_parallel=auto`);
 - `smaller_runs` and `enough_gpus`: what would fit, where that does not;
@@ -34,6 +35,7 @@ from qlora_fsdp.memory.choices import (
     smaller_settings,
     ways_to_reshard,
     ways_to_share,
+    with_head_pieces,
     with_tiles,
 )
 from qlora_fsdp.memory.gpus import Gpu
@@ -188,7 +190,17 @@ def _choose_gathers(work: Workload, room: Room) -> Choice:
 
 
 def _choose_rest(work: Workload, room: Room) -> Choice:
-    """The fastest plan under the strategy that the settings name."""
+    """The fastest plan under the strategy that the settings name; with a head in pieces if none fits without."""
+    choice = _choose_sizes(work, room)
+    in_pieces = with_head_pieces(work)
+    if (choice.fits and not choice.gives_up_graph) or in_pieces is None:
+        return choice
+    small = _choose_sizes(in_pieces, room)
+    return small if small.fits or not choice.fits else choice
+
+
+def _choose_sizes(work: Workload, room: Room) -> Choice:
+    """The fastest plan of all micro-batch sizes, with tiles or without."""
     choices: list[Choice] = []
     for size in micro_batch_sizes(work):
         sized = replace(work, micro_batch_size=size)
@@ -204,7 +216,7 @@ def _choose_rest(work: Workload, room: Room) -> Choice:
     may_launch = work.config.compute.cuda_graph == AUTO
     if not close and may_launch and any(choice.plan.beside_graph for choice in choices):
         launched = work.with_values({"compute.cuda_graph": False})  # kernel by kernel, which keeps less memory
-        return replace(_choose_rest(launched, room), gives_up_graph=True)
+        return replace(_choose_sizes(launched, room), gives_up_graph=True)
     if not close:
         return _smallest(choices, room)
     # All of these are about equally fast, so take the smallest micro-batch, which needs the least memory. Of equal

@@ -174,6 +174,8 @@ def describe_choice(plan: MemoryPlan) -> str:
     tile = plan.work.config.memory.num_tile_tokens
     if tile is not None:
         text += f", MLPs in tiles of {tile:,} tokens"
+    if plan.work.config.memory.head_in_pieces is True:
+        text += ", the head's loss in pieces of the vocabulary"
     if plan.work.num_shards > 1 and not plan.work.reshards:
         text += ", layers gathered once a pass"
     number = plan.num_kept_dequantized

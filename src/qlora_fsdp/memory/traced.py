@@ -183,8 +183,8 @@ class TracedModel(Protocol):
             tile_tokens: tokens that MLPs, experts and norms compute at a time; None for all.
         """
 
-    def ends_use(self, modules: ModuleSpec, batch: BatchSpec) -> EndsUse:
-        """Memory of everything around the layers."""
+    def ends_use(self, modules: ModuleSpec, batch: BatchSpec, head_in_pieces: bool = False) -> EndsUse:
+        """Memory of everything around the layers; `head_in_pieces` as `HeadLoss.in_pieces`."""
 
     def why_not_sliced(self, batch: BatchSpec) -> str | None:
         """Why ranks can't share the sequences of such a micro-batch; None if they can."""

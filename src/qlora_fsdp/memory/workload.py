@@ -97,7 +97,7 @@ class Workload:
     @cached_property
     def ends(self) -> EndsUse:
         """Memory that a micro-batch needs around the layers."""
-        return self.model.ends_use(self.modules, self.batch)
+        return self.model.ends_use(self.modules, self.batch, self.config.memory.head_in_pieces is True)
 
     def layer_uses(self, policies: Sequence[Policy]) -> list[LayerUse]:
         """Memory that a micro-batch needs in each layer, if the layers have these policies."""

@@ -34,7 +34,7 @@ from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
-from qlora_fsdp.layers.rewire import rewire
+from qlora_fsdp.layers.rewire import rewire, use_head_pieces
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize
 from qlora_fsdp.model.adapters.apply import check_no_experts_are_trained_whole
@@ -134,9 +134,9 @@ class ModelTracer:
                 self._uses[key] = trace.layer(layer, policy, is_first, tile_tokens)
         return self._uses[key]
 
-    def ends_use(self, modules: ModuleSpec, batch: BatchSpec) -> EndsUse:
-        """Memory of everything around the layers."""
-        return self._trace(modules, batch).ends
+    def ends_use(self, modules: ModuleSpec, batch: BatchSpec, head_in_pieces: bool = False) -> EndsUse:
+        """Memory of everything around the layers; `head_in_pieces` as `HeadLoss.in_pieces`."""
+        return self._trace(modules, batch, head_in_pieces).ends
 
     def why_not_sliced(self, batch: BatchSpec) -> str | None:
         """Why ranks can't share the sequences of such a micro-batch; None if they can."""
@@ -150,11 +150,12 @@ class ModelTracer:
             return str(error)
         return None
 
-    def _trace(self, modules: ModuleSpec, batch: BatchSpec) -> Trace:
-        key = _trace_key(modules, batch)
+    def _trace(self, modules: ModuleSpec, batch: BatchSpec, head_in_pieces: bool = False) -> Trace:
+        key = (*_trace_key(modules, batch), head_in_pieces)
         if key not in self._traces:
             built = self._built(modules)
             on_meta = batch_on_meta(batch, num_learned_positions(built.model), built.model)
+            use_head_pieces(built.model.head, head_in_pieces)
             with _explained():
                 computing = self.computing
                 self._traces[key] = Trace(built.model, on_meta, computing.is_cuda, computing.liger_kernels)

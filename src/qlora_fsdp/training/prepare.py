@@ -24,7 +24,7 @@ from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.streams.stream import open_stream
-from qlora_fsdp.layers.rewire import use_tiles
+from qlora_fsdp.layers.rewire import use_head_pieces, use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.memory.workload import check_graph
 from qlora_fsdp.model.activations import InputOffload, MemoryFallback, has_dropout, set_activation_policy
@@ -196,6 +196,7 @@ def _plan_memory(
     if not processes.is_main:
         run_plan = run_plan.with_model(trace_assembled(assembled, machine.is_cuda))
     use_tiles(model.layers, run_plan.num_tile_tokens)
+    use_head_pieces(model.head, run_plan.head_in_pieces)
     share_sequences(assembled, run_plan.num_slices, processes)
     if config.memory.target_gib is not None:
         hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
