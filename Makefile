@@ -75,7 +75,7 @@ pins: $(STAMP)  ## Check that constraints.txt pins every package that is install
 propose: $(STAMP)  ## Show newer versions of the pinned packages (scripts/propose_versions.py --write takes them)
 	@$(BIN)/python scripts/propose_versions.py
 
-audit:  ## Ask pypi.org for known vulnerabilities of the pinned packages (no part of CI, which may have no network)
+audit:  ## Ask PyPI for known vulnerabilities of the pinned packages (no part of CI, which may have no network)
 	@$(PYTHON) -m venv $(AUDIT)
 	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
 	@$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip

@@ -233,9 +233,12 @@ def add_lora(
     model.requires_grad_(False)
     wrapped = peft.get_peft_model(model, settings)
     for name, module in wrapped.named_modules():
-        if isinstance(module, lora.LoraLayer):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{config.training.seed}/{name}".encode()))
+        if isinstance(module, lora.Embedding):  # A is zero
+            table = module.lora_embedding_B["default"]
+            table.data.copy_(torch.empty(table.shape).normal_(generator=generator))
+        elif isinstance(module, lora.LoraLayer):
             weight = module.lora_A["default"].weight
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{config.training.seed}/{name}".encode()))
             bound = math.sqrt(1 / weight.shape[1])
             weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
     return wrapped

@@ -58,7 +58,11 @@ def test_what_is_trained_is_in_float32_and_all_else_is_frozen(checkpoint: Callab
         (LoraConfig(rank_pattern={"q_proi": 4}), r"lora.rank_pattern: q_proi fits no module"),
         (LoraConfig(alpha_pattern={"q_proj": 4.0, "k": 4.0}), r"lora.alpha_pattern: k fits no module"),
         (LoraConfig(modules_to_save=["score"]), r"lora.modules_to_save: score fits no module"),
-        (LoraConfig(target_modules=["embed_tokens"]), r"lora.target_modules: model.embed_tokens is no linear layer"),
+        (LoraConfig(target_modules=["input_layernorm"]), r"lora.target_modules=.* fits a layer that is not linear"),
+        (
+            LoraConfig(target_modules=["embed_tokens"], use_dora=True),
+            r"embed_tokens can't have DoRA's magnitudes",
+        ),
         (
             LoraConfig(target_modules=r".*\.qq_proj"),
             r"lora.target_modules=.* is a regular expression that fits no module",

@@ -160,12 +160,6 @@ def test_an_adapter_that_is_none(tmp_path: Path, values: dict[str, Any], reason:
     assert reason.lower() in message.lower() and str(folder) in message
 
 
-def test_an_adapter_of_embeddings_is_named(adapter: Path) -> None:
-    key = "base_model.model.model.embed_tokens.lora_embedding_A"
-    save_file({key: np.zeros((4, 9), np.float32)}, adapter / "adapter_model.safetensors")
-    assert f"lora.start={adapter} adapts embeddings (model.embed_tokens), which is not here." in refusal(adapter)
-
-
 def test_a_folder_that_holds_none(adapter: Path, tmp_path: Path) -> None:
     assert f"Set lora.start={adapter.parent}/adapter." in refusal(adapter.parent)
     assert "holds no adapter" in refusal(tmp_path / "nothing")

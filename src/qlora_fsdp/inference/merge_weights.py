@@ -38,7 +38,7 @@ from qlora_fsdp.config.adapter.adapter_config import (
 )
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
-from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
 from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.read_adapter import read_whole, tokens_of_rows
@@ -342,7 +342,7 @@ class ParameterChange:
         scaling: of LoRA's product.
         num_experts: experts whose weights are the parameter, [E, rows, columns], each with matrices of its own; 1 for
             a linear layer.
-        is_transposed: an expert's rows are its inputs, not its outputs.
+        is_transposed: an expert's rows are its inputs, not its outputs, and so are those of embeddings.
         token_ids: the tokens that the `rows` belong to, in the order of these.
     """
 
@@ -398,6 +398,10 @@ def find_parameter_changes(model: nn.Module, adapter: Path) -> dict[str, Paramet
                 changes[f"{name.replace('.base_layer', '')}.{key}"] = change
             else:
                 changes[f"{name}.weight"] = change
+        elif isinstance(module, LoraEmbedding):
+            keys = {f"lora_{part}.weight": stored[f"{name}.lora_embedding_{part}"] for part in "AB"}
+            change = ParameterChange(file, keys, module.scaling[ADAPTER], is_transposed=True)
+            changes[f"{name}.weight"] = change
         elif isinstance(module, ModulesToSaveWrapper):
             for key, _ in module.original_module.named_parameters():
                 keys = {part: stored[own] for part, own in whole_keys(stored, f"{name}.{key}").items()}

@@ -67,6 +67,31 @@ class LoraLinear(lora.Linear):
         super().merge(safe_merge, adapter_names)
 
 
+class LoraEmbedding(lora.Embedding):
+    """PEFT's LoRA of a table of embeddings, with fp32 adapters beside a frozen table in another dtype.
+
+    A [R, V] has a column for each token, and B is [D, R]. As in PEFT, A starts at zero, and there is no dropout.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """ids_BL, int64 -> x_BLD: base(ids) + scaling * B A[:, ids], in the dtype of the table."""
+        embedded = cast(Tensor, self.base_layer(x, *args, **kwargs))
+        if self.disable_adapters or self.merged:
+            return embedded
+        (name,) = self.active_adapters
+        low_BLR = F.embedding(x, self.lora_embedding_A[name].t())
+        change_BLD = F.linear(low_BLR, self.lora_embedding_B[name]) * self.scaling[name]
+        scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
+        if scale is not None:  # Gemma's, which the table's forward has multiplied with
+            change_BLD = change_BLD * scale.to(change_BLD.dtype)
+        return embedded + change_BLD.to(embedded.dtype)
+
+
+def has_zero_gradient_at_start(name: str) -> bool:
+    """Whether a parameter's gradient is zero until its partner has left zero: LoRA's A, and of embeddings B."""
+    return ".lora_A." in name or ".lora_embedding_B." in name
+
+
 class LoraPart(NamedTuple):
     """A quantized layer with the adapter that is active on it."""
 

@@ -17,6 +17,7 @@ from qlora_fsdp.config.criterion import Criterion
 from qlora_fsdp.records.run_state import SWEEP_FILE, read_jobs, read_run
 
 BEST = "best"  # the link to the best job's folder
+LEAST_WANTED = ("adapter", "peak_gib", "tokens/s/GPU", "final_loss")  # columns that a narrow terminal does without
 
 
 def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
@@ -129,9 +130,9 @@ def show_results(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> str:
                 "adapter": str(adapter.relative_to(folder) if adapter and adapter.is_relative_to(folder) else ""),
             }
         )
-    table = format_table(rows)
-    width = shutil.get_terminal_size().columns
-    if sys.stdout.isatty() and max(map(len, table.splitlines()), default=0) > width:
-        for row in rows:
-            row["adapter"] = ""  # in the folder that is named by what is swept
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    for name in LEAST_WANTED:  # sweep.csv has all
+        if max(map(len, format_table(rows).splitlines()), default=0) > width:
+            for row in rows:
+                row[name] = ""
     return format_table(rows)

@@ -30,6 +30,7 @@ from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.common.text import list_some
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.experts.forward import count_loads
+from qlora_fsdp.layers.lora import has_zero_gradient_at_start
 from qlora_fsdp.model.count import FlopCounter
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.fsdp_state import free_gathered
@@ -245,7 +246,8 @@ def check_gradients(model: TaskModel, step: int, is_first_update: bool, processe
     if not problems:
         return
     fix = "Take their layers out of lora.target_modules or lora.modules_to_save, or check the data"
-    if not is_first_update and any(".lora_A." not in name for name in problems):  # whose gradients were checked before
+    had_one_before = [name for name in problems if not has_zero_gradient_at_start(name)]
+    if not is_first_update and had_one_before:
         fix = "They had one until the weights were updated. Set training.learning_rate lower, or check the data"
     raise TrainingError(
         f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. {fix}:\n"
@@ -257,7 +259,7 @@ def _find_problems(model: TaskModel, is_first_update: bool, processes: Processes
     """What is wrong with each parameter that has a problem, by its name.
 
     LoRA's A gets a gradient of zeros as long as B is zero, which it is until the first update of the weights. So A's
-    gradient is not checked for zeros then.
+    gradient is not checked for zeros then. Of embeddings it is the other way round.
     """
     params = [(name, param) for name, param in model.model.named_parameters() if param.requires_grad]
     flags: list[float] = []  # three for each parameter, of which each rank knows its own rows
@@ -278,6 +280,8 @@ def _find_problems(model: TaskModel, is_first_update: bool, processes: Processes
             problems[name] = "got no gradient: nothing in the loss depends on it, or its path is detached"
         elif infinite:
             problems[name] = "got a NaN or infinite gradient"
-        elif not nonzero and not (is_first_update and ".lora_A." in name) and not model.may_get_zero_gradient(name):
+        elif nonzero or (is_first_update and has_zero_gradient_at_start(name)):
+            continue
+        elif not model.may_get_zero_gradient(name):
             problems[name] = "got a gradient of zeros: its output does not reach the loss"
     return problems

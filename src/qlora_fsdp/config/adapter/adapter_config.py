@@ -107,13 +107,6 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     if odd is not None:
         raise AdapterError(f"{what}: {odd} in adapter_config.json is not what PEFT writes. Copy it again.")
     shapes = read_shapes(folder, setting)
-    embedded = sorted(key.rpartition(".")[0] for key in shapes if key.endswith(".lora_embedding_A"))
-    if embedded:
-        names = ", ".join(key.removeprefix(PREFIX) for key in embedded)
-        raise AdapterError(
-            f"{what} adapts embeddings ({names}), which is not here. Set {setting} to an adapter of linear layers; "
-            "one whose modules_to_save has the embeddings will do."
-        )
     targets, excluded = saved.get("target_modules") or [], saved.get("exclude_modules")
     parameters = set(saved.get("target_parameters") or [])
     if parameters or saved.get("layers_to_transform") is not None or isinstance(excluded, str):
@@ -206,9 +199,9 @@ def _adapted(shapes: Mapping[str, Any], what: str, modules: Any, parameters: Col
         modules: its `target_modules`.
         parameters: its `target_parameters`: parameters' names, or ends of names that are cut at a dot.
     """
-    ending = ".lora_A.weight"
-    stored = [key.removeprefix(PREFIX) for key in shapes if key.endswith(ending)]
-    names = sorted({re.sub(r"(\.base_layer)*$", "", key.removesuffix(ending)) for key in stored})
+    stored = [key.removeprefix(PREFIX) for key in shapes]
+    found = [re.fullmatch(r"(.*?)(\.base_layer)*\.lora_(A\.weight|embedding_A)", key) for key in stored]
+    names = sorted({match[1] for match in found if match is not None})
     keys = {name.rpartition(".")[2] for name in parameters} - {"weight"}
 
     def is_parameter(name: str) -> bool:

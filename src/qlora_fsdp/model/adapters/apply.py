@@ -29,7 +29,7 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
 from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.experts.forward import ExpertLora
-from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.targets import Targets, find_targets, linear_endings
 from qlora_fsdp.model.experts import has_experts
@@ -91,7 +91,9 @@ def apply_adapters(
     _adapt_by_parameter(model, targets, settings)
     for name, module in wrapped.named_modules():
         name = name.removeprefix(PREFIX)
-        if isinstance(module, LoraLayer) and not isinstance(module, (LoraLinear, ExpertLora)):
+        if isinstance(module, LoraEmbedding):
+            _check_embedding(name, module, config, tables)
+        if isinstance(module, LoraLayer) and not isinstance(module, (LoraLinear, LoraEmbedding, ExpertLora)):
             fix = "Take it out, or train it in full with lora.modules_to_save."
             if config.target_modules == "all-linear":  # for PEFT these include experts, routers and GPT-2's Conv1D
                 fix = f"Set lora.target_modules to a list of linear layers; here are {linear_endings(model)}."
@@ -108,7 +110,7 @@ def apply_adapters(
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
         if isinstance(module, TrainableTokensWrapper):
             use_token_rows(module)
-        if isinstance(module, (LoraLinear, ExpertLora, DoraLinearLayer)):
+        if isinstance(module, (LoraLinear, LoraEmbedding, ExpertLora, DoraLinearLayer)):
             _to_fp32(module)
     return wrapped
 
@@ -132,7 +134,7 @@ def _peft_settings(
         init_lora_weights=True,  # of no effect on meta: `initialize_adapters` does what lora.init_lora_weights says
         task_type=PEFT_TASKS[task],
     )
-    settings._register_custom_module({nn.Linear: LoraLinear})
+    settings._register_custom_module({nn.Linear: LoraLinear, nn.Embedding: LoraEmbedding})
     return settings
 
 
@@ -195,6 +197,21 @@ def _rank_and_alpha(settings: peft.LoraConfig, name: str) -> tuple[int, int]:
 
 def _patterns(settings: peft.LoraConfig, name: str) -> dict[str, int]:
     return cast(dict[str, int], getattr(settings, name))
+
+
+def _check_embedding(name: str, module: LoraEmbedding, config: LoraConfig, tables: list[Any]) -> None:
+    """Refuse an adapter of embeddings that would be computed in another way than PEFT's.
+
+    Raises:
+        AdapterError: DoRA is asked for, or these are no embeddings of tokens.
+    """
+    reason = None
+    if config.use_dora:
+        reason = "can't have DoRA's magnitudes here. Set lora.use_dora=false, or take it out"
+    elif module.get_base_layer() is not tables[0]:
+        reason = "is not the table of the tokens' embeddings, which alone can have an adapter. Take it out"
+    if reason is not None:
+        raise AdapterError(f"lora.target_modules: {name} {reason}.")
 
 
 def _check_can_be_trained(name: str, module: ModulesToSaveWrapper) -> None:

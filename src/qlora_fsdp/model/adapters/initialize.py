@@ -23,6 +23,7 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.adapter.adapter_config import PREFIX
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.lora import LoraEmbedding
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.new_tokens import fill_copy, initialize_rows
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
@@ -50,10 +51,17 @@ def initialize_adapters(
                 fill_copy(param, originals[key], tokens.fresh if is_table else frozenset())
         if isinstance(module, TrainableTokensWrapper):
             initialize_rows(module, tokens.fresh)
+        if isinstance(module, LoraEmbedding):
+            table_a = module.lora_embedding_A[ADAPTER]
+            table_b = module.lora_embedding_B[ADAPTER]
+            values_b = torch.empty(table_b.shape).normal_(generator=_generator(seed, name))
+            first, last = local_rows(table_b)
+            local_tensor(table_b).copy_(values_b[first:last])
+            local_tensor(table_a).zero_()
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             lora_a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
             lora_b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            generator = _generator(seed, name)
             values_a, values_b = _draw(init_lora_weights, lora_a.shape, lora_b.shape, module.r[ADAPTER], generator)
             for weight, values in ((lora_a, values_a), (lora_b, values_b)):
                 first, last = local_rows(weight)
@@ -62,6 +70,11 @@ def initialize_adapters(
                 delta = (values_b @ values_a) * module.scaling[ADAPTER]
                 magnitude = cast(DoraLinearLayer, module.lora_magnitude_vector[ADAPTER]).weight
                 _fill_magnitude(name, magnitude, cast(nn.Linear, module.get_base_layer()), delta)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """Random numbers of a layer's own."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 def _draw(

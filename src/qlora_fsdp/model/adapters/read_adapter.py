@@ -131,8 +131,9 @@ class SavedAdapter:
                 f"{self}: trainable_token_indices in adapter_config.json are tokens of the head alone, and not of the "
                 f"embeddings, which is not here. Set {self.setting} to an adapter that trains the same tokens of both."
             )
-        # PEFT saves a copy of the base's head beside an adapter of it.
-        left_over = [key for key in left_over if key.replace(BASE_COPY, ".lora_A.weight") not in shapes]
+        # PEFT saves a copy of the base's head, or embeddings, beside an adapter of it.
+        adapted = {key.replace(part, BASE_COPY) for key in shapes for part in (".lora_A.weight", ".lora_embedding_A")}
+        left_over = [key for key in left_over if key not in adapted]
         problems += [f"{key} is not in the model" for key in left_over]
         problems += [
             f"{key} is {list(found[key])}, in the model {list(shapes[key])}"

@@ -22,7 +22,7 @@ from torch import nn
 
 from qlora_fsdp.config.adapter.adapter_config import WEIGHT
 from qlora_fsdp.layers.experts.forward import ExpertLora
-from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.experts import expert_weights, is_apart
 from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored
@@ -136,6 +136,8 @@ def _why_in_no_form(model: nn.Module, stored: Mapping[str, Stored | None], setti
         return "it holds whole layers (lora.modules_to_save)"
     if settings.trainable_token_indices:
         return "it has rows for new tokens"
+    if any(isinstance(module, LoraEmbedding) for module in model.modules()):
+        return "it has an adapter of the embeddings, which not every server reads"
     for name in adapted_linears(model):
         if not layers_in_files(name, stored.get(name + WEIGHT)):
             return f"{name} is a part of a larger tensor in the base's files"

@@ -140,7 +140,8 @@ def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collecti
     inside = tuple(f"{place.module}." for place in places)
     named = [n for n in modules if is_named(n) and n not in routers and not f"{n}.".startswith(inside)]
     linears = [name for name in named if isinstance(modules[name], nn.Linear)]
-    others = [name for name in named if not isinstance(modules[name], nn.Linear)]
+    embeddings = [name for name in named if isinstance(modules[name], nn.Embedding)]
+    others = [name for name in named if not isinstance(modules[name], (nn.Linear, nn.Embedding))]
     if others:
         raise AdapterError(
             f"lora.target_modules: {others[0]} is no linear layer ({type(modules[others[0]]).__name__}). "
@@ -148,7 +149,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collecti
         )
     former = _remapped_names(model)
     taken = [name for name in linears if name.rpartition(".")[2] in former]
-    rest = [name for name in linears if name not in set(taken)]
+    rest = [name for name in [*linears, *embeddings] if name not in set(taken)]
     parameters = [name for name, _ in model.named_parameters()]  # PEFT asks each of them (Inkling's shared experts)
     return Targets(
         _shortest(rest, modules) if rest else DUMMY_TARGET_MODULES,

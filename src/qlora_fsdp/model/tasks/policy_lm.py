@@ -12,6 +12,7 @@ from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import GrpoConfig, RolloutConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
+from qlora_fsdp.layers.lora import has_zero_gradient_at_start
 from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
 from qlora_fsdp.model.tasks.policy_loss import Answers, policy_figures, policy_loss
 
@@ -100,5 +101,5 @@ class PolicyLM(AnsweringLM):
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """All may where the answers to each prompt are equally good; and LoRA's A until B is not zero any more."""
-        is_at_start = ".lora_A." in name and not self.has_learned
+        is_at_start = has_zero_gradient_at_start(name) and not self.has_learned
         return not self.learns or is_at_start or super().may_get_zero_gradient(name)
