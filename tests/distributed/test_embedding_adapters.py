@@ -25,8 +25,7 @@ CASES = {
     "untied": ("llama", []),
     "tied": ("qwen2", []),
     "in int8": ("llama", ["quant.embeddings=int8"]),
-    "scaled": ("gemma3", []),
-    "experts": ("qwen3_moe", []),
+    "scaled": ("gemma3_text", []),
 }
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
 

@@ -168,6 +168,11 @@ def _check_kind(adapter: Path, config: peft.LoraConfig, changes: Mapping[str, Pa
         "holds whole layers (modules_to_save)": any("whole" in change.keys for change in changes.values()),
         "has rows for tokens (trainable_token_indices)": config.trainable_token_indices,
     }
+    if any(change.is_of_embeddings for change in changes.values()):
+        raise AdapterError(
+            f"write=adapter: adapter={adapter} adapts embeddings, which not every server reads. Set write=model, which "
+            "makes one model of both."
+        )
     found = [kind for kind, is_so in kinds.items() if is_so]
     if found:
         raise AdapterError(

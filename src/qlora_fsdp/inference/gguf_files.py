@@ -355,6 +355,11 @@ def _check_adapter(
         "has rows for tokens (trainable_token_indices)": config.trainable_token_indices,
         "adapts experts": next(adapted_experts(trained.model.base), None),
     }
+    if any(change.is_of_embeddings for change in changes.values()):
+        raise AdapterError(
+            f"write=adapter gguf: adapter={adapter} adapts embeddings, which is not written for llama.cpp here. Set "
+            "write=model, which makes one model of both."
+        )
     found = [kind for kind, is_so in kinds.items() if is_so]
     if found:
         raise AdapterError(

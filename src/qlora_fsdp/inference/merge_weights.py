@@ -353,6 +353,11 @@ class ParameterChange:
     is_transposed: bool = False
     token_ids: Sequence[int] = ()
 
+    @property
+    def is_of_embeddings(self) -> bool:
+        """Whether it is LoRA on embeddings."""
+        return self.is_transposed and self.num_experts == 1
+
     def read(self, what: str) -> Tensor:
         """A tensor of the adapter, on the CPU."""
         with safe_open(self.file, "pt") as file:
