@@ -348,3 +348,16 @@ def test_a_run_on_its_own_answers_has_curves_and_answers_with_rewards(tmp_path: 
     for n in (1, 3):
         assert f"<td>&lt;{n}&gt;</td><td>answer {n}</td><td>{n} (correct {n})</td><td>4</td>" in text
     assert "answer 2" not in text
+
+
+def test_the_table_of_a_sweep_fits_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Columns that sweep.csv has too give way, the least wanted first; in a file or a pipe all stay."""
+    make_run(tmp_path / "a", 16, {"status": "finished", "eval_loss": 2.0}, num_steps=10)
+    jobs = [describe_job(tmp_path / "a", {"training.learning_rate": "0.0001"})]
+    whole = show_results(tmp_path, jobs)
+    assert "final_loss" in whole
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = show_results(tmp_path, jobs)
+    assert max(map(len, narrow.splitlines())) <= 50 < max(map(len, whole.splitlines()))
+    assert "training.learning_rate" in narrow and "2.0000" in narrow

@@ -204,7 +204,7 @@ class LoraConfig:
         0.0, Run.other, ALWAYS, files=Files.users, owner=Owner.run, bounds=at_least(0, below=1)
     )
     # The linear layers to adapt: a list of names or of ends of names; a regular expression; or `all-linear`, which is
-    # all that a gradient reaches and that PEFT adapts.
+    # all that a gradient reaches and that PEFT adapts. The tokens' embeddings may be named too: [q_proj,embed_tokens].
     target_modules: Any = setting(
         "all-linear",
         Run.fixed,
