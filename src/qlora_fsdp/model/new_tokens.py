@@ -21,6 +21,7 @@ from qlora_fsdp.common.module_names import is_target
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedEmbedding, QuantizedLayer
+from qlora_fsdp.layers.lora import LoraEmbedding
 from qlora_fsdp.layers.token_rows import ADAPTER, TokenRows
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 
@@ -91,6 +92,8 @@ def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
     if isinstance(module, TrainableTokensWrapper):
         layer: Any = module.token_adapter
         return len(layer.slots), len(layer.base_layer.weight)
+    if isinstance(module, LoraEmbedding):
+        module = module.get_base_layer()
     if isinstance(module, QuantizedEmbedding):  # its `weight` would dequantize the table
         return module.num_embeddings, module.num_embeddings
     base: Any = module.original_module if isinstance(module, ModulesToSaveWrapper) else module
