@@ -84,7 +84,7 @@ class LoraEmbedding(lora.Embedding):
         scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
         if scale is not None:  # Gemma's, which the table's forward has multiplied with
             change_BLD = change_BLD * scale.to(change_BLD.dtype)
-        return embedded + change_BLD.to(embedded.dtype)
+        return embedded + change_BLD.to(embedded.dtype)  # type: ignore[no-any-return]
 
 
 def has_zero_gradient_at_start(name: str) -> bool:
