@@ -106,7 +106,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_training.check_steps(training, data, config.task)
     yield from check_training.check_repeatable(training, model.attn_implementation)
     yield from check_training.check_checkpoints(config.checkpoint, training)
-    yield from check_training.check_judged(training, data, config.task)
+    yield from check_training.check_criterion(training, data, config.task)
     yield from check_training.check_context_parallel(
         config.distributed, config.task, training, tracking, model.attn_implementation
     )

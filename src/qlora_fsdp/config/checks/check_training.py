@@ -140,7 +140,7 @@ def check_checkpoints(checkpoint: CheckpointConfig, training: TrainingConfig) ->
         yield problem_with(training, "training.on_bad_step", "has no checkpoints to go back to.", fix)
 
 
-def check_judged(training: TrainingConfig, data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
+def check_criterion(training: TrainingConfig, data: DataConfig, task: TaskConfig) -> Iterator[Problem]:
     """Yields why a run can't be judged by the figure that is named, or not by the pruner."""
     criterion = Criterion.of(training)
     key = "training.metric_for_best_model"
