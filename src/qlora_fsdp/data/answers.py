@@ -178,7 +178,7 @@ def wrap_answers(rows: AnswerRows, labels: NDArray[Any], spec: DataSpec) -> Rows
     return JudgedRows(rows, labels[:, 0] > 0, spec.max_length)
 
 
-def check_criterion(rows: Rows, row_ids: NDArray[np.int64], names: Sequence[str]) -> None:
+def check_judged(rows: Rows, row_ids: NDArray[np.int64], names: Sequence[str]) -> None:
     """Refuses answers to train on that are all good or all bad.
 
     Args:

@@ -20,7 +20,7 @@ from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_e
 from qlora_fsdp.config.schema import DataConfig, DataFormat
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.answers import check_criterion, wrap_answers
+from qlora_fsdp.data.answers import check_judged, wrap_answers
 from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.cleaning.row_hashes import hash_rows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
@@ -187,7 +187,7 @@ def _open(
             cleanings += leaked
 
     if for_training and train_rows.num_answers == 1:
-        check_criterion(train_rows, np.concatenate(train_ids), names)
+        check_judged(train_rows, np.concatenate(train_ids), names)
 
     # Mix data sets, and make sequences.
     mix: tuple[MixPart, ...] = ()
