@@ -17,7 +17,6 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import SHORTEST, Config, DataConfig, ModelConfig, TrainingConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import AUTO, World, describe_slices, round_default
-from qlora_fsdp.memory.answer_slots import plan_answer_slots
+from qlora_fsdp.memory.answer_time import plan_answers
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.search import MARGIN, Change, Choice, Room, cheapest_changes, choose, use_spare
@@ -249,9 +248,15 @@ def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str]
     speed = planned_tokens_per_second(plan, gpu)
     tokens_a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
     num_tokens, source = expect_tokens(config.data, config.training, tokens_a_step)
-    hours = num_tokens / speed / 3600
-    slots = plan_answer_slots(plan, target)
+    of_data = num_tokens / speed / 3600
+    answers = plan_answers(plan, target, gpu)
     slices = describe_slices(work.batch.sequence_length, work.batch.num_slices)
+    shown = f"{num_tokens / 1e6:,.1f} M" if num_tokens >= 1e6 else f"{num_tokens:,.0f}"
+    hours: float | None = of_data
+    lasts = f"; {_duration(of_data)} for {shown} tokens ({source})"
+    if answers is not None:  # of which no file says how many there will be
+        hours = answers.hours
+        lasts = f"; {answers.describe_time()}"
     verdict = "Fits" if choice.fits else "Does not fit"
     model = f"{_name(config.model)} ({show_size(work.parts.num_parameters)} parameters)"
     needed, used = (f"{each.needed / GIB:.2f}" for each in (choice.plan, plan))
@@ -267,9 +272,8 @@ def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str]
         "",
         host_line(plan),
         loading_line(plan),
-        *([] if slots is None else [slots.describe()]),
-        f"{speed_text(plan, gpu)}; {_duration(hours)} for "
-        f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
+        *([] if answers is None else [answers.slots.describe()]),
+        f"{speed_text(plan, gpu)}{lasts}",
         "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
         *remarks(spending, room),
     ]
@@ -286,7 +290,7 @@ def _describe(choice: Choice, hardware: Hardware, room: Room) -> tuple[list[str]
         "num_tokens": num_tokens,
         "num_tokens_from": source,
         "hours": hours,
-        **({} if slots is None else {"answer_slots": asdict(slots)}),
+        **({} if answers is None else answers.figures()),
     }
     return lines, figures
 

@@ -25,7 +25,7 @@ from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.decoding.stop_strings import StopStrings
 from qlora_fsdp.layers.attention.slots import Step, running
 from qlora_fsdp.layers.decode_linear import DecodeLayers
-from qlora_fsdp.memory.workload import CACHE_SHARE, GPU_SLOTS, LENGTH_STEP
+from qlora_fsdp.memory.workload import CACHE_SHARE, GPU_SLOTS, LENGTH_STEP, sampling_bytes
 from qlora_fsdp.sharding.by_rows import ByRows
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
@@ -259,7 +259,10 @@ class Completer:
         length = needed
         if 0 < before < longest:  # A conversation grows: its slots grow by the double, so that few graphs are recorded.
             length = round_up(max(longest, min(2 * before, 2 * longest)), LENGTH_STEP)
-        num_slots = min(wanted, self._free_bytes() // max(1, cache.slot_bytes(length)))
+        slot_bytes = cache.slot_bytes(length)
+        if self.device.type == "cuda":
+            slot_bytes += sampling_bytes(num_logits, self.sampling.leaves_out)
+        num_slots = min(wanted, self._free_bytes() // max(1, slot_bytes))
         if self.by_rows is not None:
             num_slots = self.by_rows.least(num_slots, self.device)
             if num_slots == 0:

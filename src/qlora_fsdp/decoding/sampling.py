@@ -130,6 +130,11 @@ class Sampling:
         top_p = 1.0 if config.top_p is None else config.top_p
         return cls(temperature, top_k or None, top_p, penalty, config.min_p or 0.0)
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether tokens are drawn among some alone."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
     def choose(self, logits: Tensor, seen: Tensor | None, draws: Draws | None = None) -> Tensor:
         """The next tokens int64 [rows].
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qlora_fsdp.common.sizes import next_power_of_two, round_up
+from qlora_fsdp.common.sizes import next_power_of_two
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
-from qlora_fsdp.memory.workload import CACHE_SHARE, GPU_SLOTS, LENGTH_STEP
+from qlora_fsdp.memory.workload import CACHE_SHARE, GPU_SLOTS
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class AnswerSlots:
     Attributes:
         number: texts that are written at the same time; 0 if there is no memory for one.
         length: tokens of a slot.
-        num_bytes: what their keys and values take.
+        num_bytes: what their keys and values take, and their next tokens while these are drawn.
         num_answers: of a step, on this GPU or on those that share a model with it.
     """
 
@@ -34,8 +35,8 @@ class AnswerSlots:
         if self.number == 0:
             return f"Answers: no memory for a single slot of {self.length} tokens, in which an answer is written"
         return (
-            f"Answers: {self.num_answers} a step and model, in {self.number} slots of {self.length} tokens at a time; "
-            f"they take {self.num_bytes / GIB:.1f} GiB a GPU, which is given back before training"
+            f"Answers: {self.num_answers} a step and model, in {plural(self.number, 'slot')} of {self.length} tokens "
+            f"at a time; they take {self.num_bytes / GIB:.1f} GiB a GPU, which is given back before training"
         )
 
 
@@ -51,9 +52,7 @@ def plan_answer_slots(plan: MemoryPlan, target: float) -> AnswerSlots | None:
         return None
     num_models = max(1, work.num_ranks // work.num_shards)
     num_answers = -(work.sequences_a_step // -num_models)
-    length = round_up(work.config.training.max_length, LENGTH_STEP)
     most = min(work.config.rollout.max_slots or GPU_SLOTS, num_answers)
-    slot_bytes = max(1, length * work.parts.cached_bytes)
     free = max(0.0, target - plan.tensor_bytes("step") - plan.library_bytes)
-    number = min(next_power_of_two(most), int(free * CACHE_SHARE) // slot_bytes)
-    return AnswerSlots(number, length, number * slot_bytes, num_answers)
+    number = min(next_power_of_two(most), int(free * CACHE_SHARE) // max(1, work.slot_bytes))
+    return AnswerSlots(number, work.slot_length, number * work.slot_bytes, num_answers)

@@ -131,9 +131,11 @@ def smaller_settings(work: Workload, policies: Sequence[Policy]) -> Iterator[Val
     strategy = config.fsdp.sharding_strategy
     if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.auto) and work.num_ranks > 1:
         yield (("fsdp.sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp.hybrid_shard_size", None))
-    if work.is_cuda and not is_offloaded and strategy is not ShardingStrategy.NO_SHARD:
+    writes_answers = config.task.writes_answers  # which takes weights on the GPU, and room for a whole answer
+    if work.is_cuda and not is_offloaded and strategy is not ShardingStrategy.NO_SHARD and not writes_answers:
         yield (("fsdp.cpu_offload", True), ("optim.name", Optimizer.adamw))
-    if config.training.max_length >= 2 * MIN_LENGTH:
+    is_long = config.training.max_length >= 2 * MIN_LENGTH
+    if is_long and not writes_answers:
         yield (("training.max_length", config.training.max_length // 2),)
 
 

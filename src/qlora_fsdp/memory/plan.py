@@ -1,11 +1,11 @@
 """The memory plan: how many bytes a run will need on each GPU and each host, predicted before anything is allocated.
 
 The plan has four phases. A run loads its weights (`load`); then every optimizer step has a `forward`, a `backward` and
-the update of the weights (`step`). The memory of a phase changes from moment to moment: embeddings are looked up, a
-layer runs, the loss is computed. For each moment the plan adds up bytes by part. Some parts are there all the time, and
-are called `resident`: the rank's shard of the parameters, and the optimizer's state. Others come and go: gathered
-layers, a dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the
-largest phase decides whether a run fits.
+the update of the weights (`step`). Where the model writes answers first, `answers` is a fifth. The memory of a phase
+changes from moment to moment: embeddings are looked up, a layer runs, the loss is computed. For each moment the plan
+adds up bytes by part. Some parts are there all the time, and are called `resident`: the rank's shard of the
+parameters, and the optimizer's state. Others come and go: gathered layers, a dequantized weight, activations,
+gradients. The largest moment is the peak of its phase, and the largest phase decides whether a run fits.
 
 Activations wait for backward, and how many do depends on each layer's policy (memory/policy.py): a layer may keep all
 of them, or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced
@@ -39,7 +39,7 @@ from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import LayerUse
-from qlora_fsdp.memory.workload import SPARE_BYTES, Workload, generation_bytes, is_captured
+from qlora_fsdp.memory.workload import SPARE_BYTES, Workload, generation_bytes, is_captured, other_adapter_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -74,7 +74,8 @@ class MemoryPlan:
     Attributes:
         work: the run that is planned: model, settings, ranks.
         policies: the activation policy of each layer.
-        phases: GPU bytes by part at the peak of each of PHASES.
+        phases: GPU bytes by part at the peak of each of PHASES, and of `answers` where the model writes some: of a
+            single text, the least that a run needs. More are written at a time where there is room.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
         pinned: bytes of a rank's host memory that can't be swapped out.
         beside_graph: bytes that evaluations and the optimizer need beside the memory that a CUDA graph keeps; 0 if
@@ -100,7 +101,7 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
-        return max(PHASES, key=self.tensor_bytes)
+        return max(self.phases, key=self.tensor_bytes)
 
     def allocator_bytes(self, phase: str) -> int:
         """Bytes that torch's allocator holds beyond the tensors at the peak of a phase."""
@@ -144,7 +145,7 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """GPU memory that the run needs in all."""
-        return max(self.needed_in(phase) for phase in PHASES)
+        return max(self.needed_in(phase) for phase in self.phases)
 
 
 def make_plan(work: Workload, policies: Sequence[Policy]) -> MemoryPlan:
@@ -186,7 +187,7 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
     A number, also 0, says that weights are dequantized ahead.
     """
     has_graph, uses = is_captured(work, policies), work.layer_uses(policies)
-    resident = model.resident(with_training=True)
+    resident = model.resident(with_training=True) | {"other_adapters": other_adapter_bytes(work)}
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
     largest, held = _passes(work, model, uses, resident, DequantizedWeights(work)), 0
@@ -196,8 +197,12 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
         with_graph = resident | {"gradients": model.shard.adapters, "dequantized": held}
         in_graph = _passes(work, model, uses, with_graph, weights)
         largest = {phase: _largest((largest[phase], in_graph[phase])) for phase in largest}
+    answers = {}
+    if work.config.task.writes_answers:
+        answers["answers"] = _answer_bytes(work, model, resident)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
+        **answers,
         **largest,
         "step": resident | {"gradients": model.step_gradients, "dequantized": held, "workspace": WORKSPACE},
     }
@@ -234,6 +239,14 @@ def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
         + WORKSPACE
         + generation_bytes(work)
     )
+
+
+def _answer_bytes(work: Workload, model: ModelBytes, resident: BytesByPart) -> BytesByPart:
+    """Bytes by part while a single answer is written: its slot, and a layer that reads its prompt."""
+    layer = max(use.forward for use in work.layer_uses([Policy.full] * work.num_layers))
+    share = min(1.0, work.config.training.max_length / work.num_tokens)
+    moment = {"gathered": model.running_layer, "activations": round(share * layer), "slots": work.slot_bytes}
+    return _add(resident, moment) | {"workspace": WORKSPACE}
 
 
 def _host(work: Workload, model: ModelBytes, uses: Sequence[LayerUse]) -> tuple[BytesByPart, int]:

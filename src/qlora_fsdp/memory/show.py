@@ -9,7 +9,7 @@ from typing import Any
 from qlora_fsdp.common.text import format_table
 from qlora_fsdp.config.schema import Dtype, Weights
 from qlora_fsdp.memory.gpus import GPUS_A_HOST, Gpu, Hardware
-from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
+from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import describe_policies
 from qlora_fsdp.memory.search import Change, Choice, Room, dequantized_once, longest, whole_copies
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second, tokens_per_second, waiting_share
@@ -21,11 +21,13 @@ PARTS = {  # the rows of the table, in order
     "full_precision": "norms, biases, unquantized layers",
     "embeddings": "embeddings and head",
     "adapters": "adapters",
+    "other_adapters": "adapters that reward or teach",
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "gathered": "gathered layers",
     "dequantized": "dequantized weights",
     "activations": "activations",
+    "slots": "a slot for an answer",
     "loss": "loss",
     "workspace": "workspace of cuBLAS, or of loading",
 }
@@ -36,15 +38,15 @@ _WIDTH = max(map(len, PARTS.values())) + 2
 
 def table(plan: MemoryPlan) -> str:
     """GiB per GPU by part and in all, with a column for each phase."""
-    rows = [_row("GiB a GPU", PHASES)]
+    rows = [_row("GiB a GPU", list(plan.phases))]
     for part, label in PARTS.items():
-        sizes = [plan.phases[phase].get(part, 0) for phase in PHASES]
+        sizes = [plan.phases[phase].get(part, 0) for phase in plan.phases]
         if any(sizes):
             rows.append(_row(label, [_gib(size) for size in sizes]))
-    rows.append(_row("all tensors", [_gib(plan.tensor_bytes(phase)) for phase in PHASES]))
-    rows.append(_row("torch's allocator", [_gib(plan.allocator_bytes(phase)) for phase in PHASES]))
-    rows.append(_row("CUDA and NCCL", [_gib(plan.library_bytes)] * len(PHASES)))
-    rows.append(_row("needed", [_gib(plan.needed_in(phase)) for phase in PHASES]))
+    rows.append(_row("all tensors", [_gib(plan.tensor_bytes(phase)) for phase in plan.phases]))
+    rows.append(_row("torch's allocator", [_gib(plan.allocator_bytes(phase)) for phase in plan.phases]))
+    rows.append(_row("CUDA and NCCL", [_gib(plan.library_bytes)] * len(plan.phases)))
+    rows.append(_row("needed", [_gib(plan.needed_in(phase)) for phase in plan.phases]))
     return "\n".join(rows)
 
 
@@ -153,8 +155,8 @@ def changes_table(changes: Sequence[Change]) -> str:
 def as_json(plan: MemoryPlan) -> dict[str, Any]:
     """The plan's figures in GiB, for preflight.json and summary.json."""
     return {
-        "phases": {phase: _gib_values(plan.phases[phase]) for phase in PHASES},
-        "tensors_gib": {phase: round(plan.tensor_bytes(phase) / GIB, 3) for phase in PHASES},
+        "phases": {phase: _gib_values(plan.phases[phase]) for phase in plan.phases},
+        "tensors_gib": {phase: round(plan.tensor_bytes(phase) / GIB, 3) for phase in plan.phases},
         "allocator_gib": round(plan.allocator_bytes(plan.peak_phase) / GIB, 3),
         "libraries_gib": round(plan.library_bytes / GIB, 3),
         "needed_gib": round(plan.needed / GIB, 3),

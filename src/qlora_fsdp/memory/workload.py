@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import Unpack
 
-from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.common.plain_values import STAYS
 from qlora_fsdp.common.sizes import next_power_of_two, round_up
+from qlora_fsdp.config.adapter.adapter_config import read_shapes
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Kernel
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec, ShardSpec
@@ -82,6 +85,24 @@ class Workload:
     def parts(self) -> ModelParts:
         """The model's parameters under these settings."""
         return self.model.parts(self.modules)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows of the largest table of embeddings and head."""
+        tables = [tensor for tensors in self.parts.ends.values() for tensor in tensors if tensor.part == "embeddings"]
+        return max((tensor.num_rows for tensor in tables), default=0)
+
+    @property
+    def slot_length(self) -> int:
+        """Tokens of a slot in which an answer is written after its prompt."""
+        return round_up(self.config.training.max_length, LENGTH_STEP)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of such a slot: its keys and values, and what its next token takes while it is drawn."""
+        rollout = self.config.rollout
+        leaves_out = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+        return self.slot_length * self.parts.cached_bytes + sampling_bytes(self.vocab_size, leaves_out)
 
     @property
     def num_layers(self) -> int:
@@ -191,6 +212,15 @@ class Workload:
         return prompts * (self.config.rollout.num_generations if self.config.task.writes_answers else 1)
 
 
+def sampling_bytes(vocab_size: int, leaves_out: bool) -> int:
+    """Bytes that the next token of a text takes while it is drawn, on a GPU.
+
+    The logits in 16 bits; and where tokens are left out (top_k, top_p, min_p) in float32: a copy of them, the same
+    without those, both sorted with their places (int64), probabilities and random numbers.
+    """
+    return vocab_size * (2 + (4 + 4 + 4 + 8 + 4 + 4 if leaves_out else 0))
+
+
 def generation_bytes(work: Workload) -> int:
     """Bytes that `tracking.num_generations` needs on a GPU while texts are completed; 0 if there are none.
 
@@ -203,6 +233,18 @@ def generation_bytes(work: Workload) -> int:
     num_slots = min(MAX_SLOTS, next_power_of_two(-(tracking.num_generations // -work.num_ranks)))
     length = round_up(work.config.training.max_length + tracking.generation_tokens, LENGTH_STEP)
     return num_slots * length * work.parts.cached_bytes
+
+
+def other_adapter_bytes(work: Workload) -> int:
+    """Bytes of the adapters that reward answers or teach: float32 and whole on each rank; 0 of folders not here."""
+    config = work.config
+    folders = [*config.reward.models, *([config.distill.teacher_adapter] if config.distill.teacher_adapter else [])]
+    num_bytes = 0
+    for folder in folders if config.task.writes_answers else []:
+        with suppress(AdapterError):
+            shapes = read_shapes(Path(folder).expanduser(), "adapter")
+            num_bytes += sum(4 * math.prod(shape) for shape in shapes.values())
+    return num_bytes
 
 
 def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:

@@ -137,7 +137,7 @@ def explain_shortage(
 
 def _phases(plan: MemoryPlan, peaks: PhasePeaks) -> list[str]:
     lines = [f"  {'GiB':<10}{'planned':>10}{'tensors':>10}{'reserved':>10}"]
-    for phase in PHASES:
+    for phase in plan.phases:
         cells = [f"{plan.tensor_bytes(phase) / GIB:.2f}"]
         cells += [f"{peak[phase] / GIB:.2f}" if phase in peak else "-" for peak in (peaks.allocated, peaks.reserved)]
         lines.append(f"  {phase:<10}" + "".join(f"{cell:>10}" for cell in cells))

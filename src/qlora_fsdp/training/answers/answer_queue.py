@@ -125,7 +125,7 @@ class AnswerQueue:
     def _prepare(self, number: int, step: int) -> _Step:
         """Write the answers of a step, reward them, and lay them out."""
         prompts = self.batches.of_step(number)
-        self.runner.peaks.enter("evaluation")
+        self.runner.peaks.enter("answers")
         answered, indices, num_replaced = self._answer(prompts.indices, step)
         figures = self.rewarded.figures(answered) | answered.timing
         if self.rollout.dynamic_sampling:
