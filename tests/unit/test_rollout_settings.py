@@ -78,6 +78,11 @@ def test_each_mistake_of_a_teacher_is_one_problem(mistake: str) -> None:
     assert told in str(problems[0])
 
 
+def test_an_adapter_that_teaches_computes_with_nothing_that_is_trained() -> None:
+    problems = check_settings(load_config([*DISTILL, "distill.teacher_adapter=nowhere", "lora.use_dora=true"]))
+    assert any("lora.use_dora=true can't be switched off" in str(problem) for problem in problems), problems
+
+
 def test_a_teacher_that_differs_from_the_model_has_no_problem() -> None:
     for more in ([HINTED], ["distill.teacher_system_prompt=Think."]):
         assert check_settings(load_config([*DISTILL, *more])) == []

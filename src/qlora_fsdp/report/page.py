@@ -207,6 +207,7 @@ CURVES = {
     "frac_reward_zero_std": "Part of the prompts whose answers have one reward",
     "kl": "Divergence from the reference, nats a token",
     "entropy": "Entropy, nats a token",
+    "teacher_log_prob": "Log-probability that the teacher gives a token of an answer",
     "completions/mean_length": "Tokens of an answer, mean",
     "completions/clipped_ratio": "Part of the answers without an end",
     "sampling/sampling_logp_difference/mean": "Log-probabilities of slots and training apart, mean",
