@@ -158,11 +158,9 @@ def _check_teacher(distill: DistillConfig, lora: LoraConfig) -> Iterator[Problem
             yield problem_with(distill, f"distill.{key}", "is a part.", "Set it to 1 or less.")
     if distill.teacher_adapter is not None:
         yield from adapter_problems(distill.teacher_adapter, "distill.teacher_adapter")
-    if distill.teacher_adapter is not None and config.lora.use_dora:
+    if distill.teacher_adapter is not None and lora.use_dora:
         reason = "can't be switched off, and the teacher would compute with it."
-        yield problem_with(
-            config.lora, "lora.use_dora", reason, "Set it to false, or leave distill.teacher_adapter out."
-        )
+        yield problem_with(lora, "lora.use_dora", reason, "Set it to false, or leave distill.teacher_adapter out.")
     has_prompt = distill.teacher_prompt is not None or distill.teacher_system_prompt is not None
     if distill.teacher_adapter is None and not has_prompt and lora.start is None:
         reason = "is the base with the model's own prompts, which is what the model is already: nothing can be learned."
