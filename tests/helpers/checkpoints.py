@@ -98,6 +98,19 @@ OTHER_FAMILIES: dict[str, dict[str, object]] = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
     "bloom": {},
 }
+# What people train in 2026 beside some of those above.
+RECENT_FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    "glm4_moe_lite": {**EXPERTS, **LATENT, "n_routed_experts": 4, "num_key_value_heads": 4},
+    "mistral4": {**EXPERTS, **LATENT, "n_routed_experts": 4, "num_key_value_heads": 4},
+    "ministral3": {"head_dim": 16},
+    "nemotron_h": {
+        **{"num_hidden_layers": 4, "hybrid_override_pattern": "ME*M", "head_dim": 16, "mlp_hidden_act": "relu2"},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        "moe_shared_expert_intermediate_size": 64,
+    },
+}
 
 
 def make_checkpoint(

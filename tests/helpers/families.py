@@ -21,7 +21,7 @@ from transformers import (
 
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.model.trials.miniature import miniature
-from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE, write_checkpoint
+from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, RECENT_FAMILIES, SHAPE, write_checkpoint
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.helpers.reference import stock_losses
 from tests.helpers.runs import settings, train_here
@@ -78,7 +78,7 @@ def every_family() -> list[str]:
 
 def make_config(family: str) -> PretrainedConfig:
     """A tiny config: from the tables of the tests, or from the default config of its class."""
-    known = FAMILIES | OTHER_FAMILIES
+    known = FAMILIES | OTHER_FAMILIES | RECENT_FAMILIES
     if family == "mistral3":
         text = {**SHAPE, "head_dim": 16, "model_type": "mistral"}
         return Mistral3Config(text_config=text, vision_config=VISION, tie_word_embeddings=False)
