@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     from qlora_fsdp.common.startup import begin
@@ -52,9 +52,12 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   out=DIR             a new folder, or one in which the same merge was cut off, which is finished
   base=full           onto the base's own weights (default). base=dequantized: onto the quantized ones that the adapter
                       was trained on
-  quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4). With
+  quantize=nf4        write the linear layers quantized: nf4 or fp4, as transformers and bitsandbytes load them; int4,
+                      fp8, nvfp4 or mxfp4, as vLLM and transformers do with the package compressed-tensors. Heads and
+                      embeddings stay as they are. Where the base lies on the grid of the format, as with
                       base=dequantized and the format of training, changed weights are rounded up or down at random:
                       to the nearest, the rounding would take the adapter away
+  group_size=128      of quantize=int4: weights of a row that share a scale, 32 (default), 64 or 128
   report=false        don't compare the merged model with base and adapter as trained (default: true): the loss of
                       each, the share of the gain that is kept, and the KL divergence, on some held-out rows that the
                       run has kept beside the adapter
@@ -70,6 +73,7 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
 examples:
   qlora-fsdp merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
   qlora-fsdp merge adapter=outputs/run/adapter out=merged-nf4 quantize=nf4
+  qlora-fsdp merge adapter=outputs/run/adapter out=merged-fp8 quantize=fp8
 """
 
 REPORT_FILE = "merge_report.json"
@@ -86,6 +90,7 @@ class MergeSettings(BaseAndAdapterSettings):
     out: str | None = None
     base: str = "full"
     quantize: str | None = None
+    group_size: int | None = None
     report: bool = True
     report_data: str | None = None
     report_rows: int = 32
@@ -107,6 +112,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         from qlora_fsdp.inference.export_adapter import export_adapter
         from qlora_fsdp.inference.gguf_files import check_code, check_gguf_room
         from qlora_fsdp.inference.merge_files import merge_files, merging_to
+        from qlora_fsdp.inference.merge_formats import make_format
         from qlora_fsdp.inference.merge_weights import Merge
         from qlora_fsdp.inference.trained import assemble_trained
 
@@ -134,17 +140,17 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         adapter,
         out,
         settings.base == "dequantized",
-        cast(Any, settings.quantize),  # `_check` has refused anything else
+        make_format(settings.quantize, settings.group_size),
         processes.device,
     )
     if settings.gguf_types:
         assert merged.trained.files.folder is not None
         check_code(merged.trained.files.folder, adapter, config.model.trust_remote_code)
         check_gguf_room(out, settings.gguf_types, list(merged.trained.files.tensors.values()))
-    merge_files(merged)
-    if merged.rounds_codes:
+    rounds_codes = merge_files(merged)
+    if rounds_codes:
         log.info(
-            f"Weights of the dequantized base lie on the grid of {settings.quantize}. Those that the adapter changes "
+            f"Weights of the base lie on the grid of {settings.quantize}. Those that the adapter changes "
             "were rounded to it at random, up or down in proportion, with a fixed seed; to the nearest, the rounding "
             "would have taken most of the adapter away."
         )
@@ -303,7 +309,9 @@ def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: 
             rows, what = find_kept_rows(settings.adapter, merged.trained.model.vocab_size)
         except DataError as error:
             return f"{error} report_data=FILE names rows."
-    shortage = find_shortage(merged.trained, merged.out, config.quant, processes.device)
+    format = merged.format
+    decompresses = format is not None and format.decompresses
+    shortage = find_shortage(merged.trained, merged.out, config.quant, processes.device, decompresses)
     if shortage is not None:
         return f"{shortage}."
 
@@ -311,7 +319,8 @@ def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: 
         return load_trained(config, settings, processes, generates=True)
 
     def load_merged(dtype: torch.dtype, device: torch.device) -> nn.Module:
-        return load_stock(merged.out, dtype, device, config.model.trust_remote_code)
+        own = dtype if format is None or format.computes_in is None else format.computes_in
+        return load_stock(merged.out, own, device, config.model.trust_remote_code)
 
     def load_gguf(file: Path) -> LoadForm:
         return lambda dtype, device: load_stock(merged.out, dtype, device, False, gguf_file=file.name)
@@ -390,7 +399,7 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
     if settings.write not in ("model", "adapter"):
         problems.append(Problem(f"write={settings.write}", "is neither model nor adapter.", "Set one of them."))
     default = MergeSettings()
-    of_model = {name: getattr(settings, name) for name in ("base", "quantize", "report_data")}
+    of_model = {name: getattr(settings, name) for name in ("base", "quantize", "group_size", "report_data")}
     for name, value in of_model.items() if settings.write == "adapter" else ():
         if value != getattr(default, name):
             reason = "is about a merged model, and write=adapter makes none."
@@ -402,8 +411,7 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
     if settings.gguf_types and not data.task.is_causal:
         reason = "is for models that write text, and this is a classifier."
         problems.append(Problem(f"gguf={settings.gguf}", reason, "Leave gguf out."))
-    if settings.quantize not in (None, "nf4", "fp4"):
-        problems.append(Problem(f"quantize={settings.quantize}", "is neither nf4 nor fp4.", "Set one of them."))
+    problems += _format_problems(settings)
     if settings.report_rows < 1:
         problems.append(Problem(f"report_rows={settings.report_rows}", "must be at least 1.", "Set report_rows=8."))
     rows = settings.report_data
@@ -424,6 +432,26 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
     if num_ranks > 1:
         problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
     refuse(problems)
+
+
+def _format_problems(settings: MergeSettings) -> list[Problem]:
+    """What is wrong with the format that the settings name."""
+    from qlora_fsdp.inference.merge_formats import FORMATS, GROUP_SIZES, KINDS, PACKAGE, has_package
+
+    named = f"quantize={settings.quantize}"
+    problems = []
+    if settings.quantize is not None and settings.quantize not in FORMATS:
+        problems.append(Problem(named, f"is none of {', '.join(FORMATS)}.", "Set one of them."))
+    elif settings.quantize in KINDS and not has_package():
+        reason = f"needs the package {PACKAGE}, which is not installed."
+        problems.append(Problem(named, reason, f"Run pip install 'qlora-fsdp[{PACKAGE}]'."))
+    if settings.group_size is not None and settings.quantize != "int4":
+        reason = "is for quantize=int4; other formats have groups of their own."
+        problems.append(Problem(f"group_size={settings.group_size}", reason, "Leave group_size out."))
+    elif settings.group_size is not None and settings.group_size not in GROUP_SIZES:
+        reason = f"is none of {', '.join(map(str, GROUP_SIZES))}, for which servers have kernels."
+        problems.append(Problem(f"group_size={settings.group_size}", reason, "Set one of them."))
+    return problems
 
 
 def _are_pairs(rows: str, data: DataSpec) -> bool:

@@ -22,7 +22,8 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.reading.commands import read_report_digest
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.data.report_rows import ReportRows, read_report_rows
-from qlora_fsdp.inference import gguf_files, merge_files, merge_report, merge_weights
+from qlora_fsdp.inference import gguf_files, merge_files, merge_formats, merge_report
+from qlora_fsdp.inference.rounding import round_to_16_bits
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import SHAPE, VOCAB, make_checkpoint, write_checkpoint
 from tests.helpers.lines import write_lines
@@ -229,7 +230,7 @@ def test_a_merge_is_done_whatever_its_report(adapters, tmp_path: Path, capsys, m
 def test_a_merge_that_loses_what_was_learned_says_so(adapters, tmp_path: Path, capsys, monkeypatch):
     """Rounded to the nearest, as merges were once, codes swallow the adapter."""
     adapter = shutil.copytree(adapters["llama"].parent, tmp_path / "run") / "adapter"
-    monkeypatch.setattr(merge_weights, "round_at_random", lambda values, *about: values)
+    monkeypatch.setattr(merge_formats, "round_at_random", lambda values, *about: values)
     monkeypatch.setattr(merge_report, "ENOUGH", 2.0)
     assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'nf4'}", "base=dequantized", "quantize=nf4"]) == 0
     said = capsys.readouterr().err
@@ -327,14 +328,14 @@ def test_16_bits_keep_small_changes_on_average(dtype: torch.dtype):
     base = torch.randn(256, 100).to(dtype).float()
     values = base * (1 + 2e-4 * torch.randn(256, 1).sign())
     assert torch.equal(values.to(dtype).float(), base) or dtype is torch.float16
-    found = merge_weights.round_to_16_bits(values, dtype, "w", 0)
+    found = round_to_16_bits(values, dtype, "w", 0)
     assert found.dtype is dtype
     change = (values - base).double()
     kept = float(((found.double() - base) * change).sum() / change.square().sum())
     assert 0.9 < kept < 1.1
-    parts = [merge_weights.round_to_16_bits(values[row : row + 3], dtype, "w", row * 100) for row in range(0, 256, 3)]
+    parts = [round_to_16_bits(values[row : row + 3], dtype, "w", row * 100) for row in range(0, 256, 3)]
     assert torch.equal(torch.cat(parts), found)
-    assert torch.equal(merge_weights.round_to_16_bits(base, dtype, "w", 0).float(), base)
+    assert torch.equal(round_to_16_bits(base, dtype, "w", 0).float(), base)
 
 
 def test_sums_are_quantized_before_they_lose_bits(tmp_path: Path, capsys):

@@ -2,16 +2,18 @@
 
 Each file of the result is written under a temporary name and renamed. So every file that is there is whole, and a merge
 that was cut off resumes with the next one. It takes the memory of one file of the base and a few matrices, whatever the
-model's size.
+model's size; where weights become codes, of one file of the result and a matrix.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,18 @@ from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
 from qlora_fsdp.common.foreign_files import named_templates, read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
+from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from qlora_fsdp.data.chats.stops import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
 from qlora_fsdp.inference import merge_weights
+from qlora_fsdp.inference.merge_formats import CompressedTensorsFormat, WeightFormat
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.experts.llama4 import Llama4Moe
 from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.positions import write_rope
-from qlora_fsdp.runtime.hardware import dtype_name
+from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.weights.composed import Assignment, ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
@@ -44,15 +48,19 @@ RECORD_NAME = "merge.json"
 # What an adapter's matrices are multiplied by follows from these settings of its adapter_config.json.
 SCALING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 NO_CHANGE = merge_weights.ParameterChange(Path(), {})
+NUM_NAMED = 2  # of the largest weights without codes
 
 
-def merge_files(merge: merge_weights.Merge) -> None:
+def merge_files(merge: merge_weights.Merge) -> bool:
     """Write config, tokenizer and weights of the merged model to `merge.out`.
+
+    Returns:
+        Whether changed weights lay on the grid of the format in which they are written, and were rounded at random.
 
     Raises:
         CheckpointError: the base is quantized already, and its full-precision weights were asked for; or the result is
-            to be quantized, and transformers would not load it.
-        RunFolderError: `merge.out` holds something else, or can't be written.
+            to be quantized, and transformers would not load it, or rows are no whole groups.
+        RunFolderError: `merge.out` holds something else, or can't be written, or has no room.
     """
     folder = merge.trained.files.folder
     assert folder is not None
@@ -61,14 +69,21 @@ def merge_files(merge: merge_weights.Merge) -> None:
             f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
             "model.path to the model in full precision."
         )
-    if merge.quantize is not None:
+    if merge.format is not None:
         _check_quantized(merge)
     changes = merge_weights.find_parameter_changes(merge.trained.model.base, merge.adapter)
     merge_weights.check_shared_layers(merge.trained.model.base, changes)
     with merging_to(merge.out):
+        plan = _plan(merge, changes)
+        _check_room(merge.out, plan)
         _open_folder(merge)
-        untied = _write_weights(merge, changes)
-        _write_config(merge, folder, untied)
+        if merge.format is not None:
+            log.info(plan.describe(merge.format))
+        merger = merge_weights.WeightMerger(merge, changes)
+        _write_weights(merge, merger, plan)
+        untied = any(assignment.stored is not None for assignment in plan.extra.values())
+        _write_config(merge, folder, untied, plan)
+    return any(merger.on_grid.values())
 
 
 @contextmanager
@@ -90,14 +105,17 @@ def merging_to(out: Path) -> Iterator[None]:
 def _open_folder(merge: merge_weights.Merge) -> None:
     """Make the folder, or take one in which the same merge was cut off."""
     lora = read_adapter_config(merge.adapter, "adapter")
+    format = merge.format
     record = {
         "base": str(merge.trained.files.folder),
         "adapter": digest_file(merge.adapter / ADAPTER_WEIGHTS),
         "scaling": {key: lora.get(key) for key in SCALING},
         "dequantized": merge.dequantized,
-        "quantize": merge.quantize,
+        "quantize": None if format is None else format.name,
         "rounding": merge.rounding,
     }
+    if isinstance(format, CompressedTensorsFormat):
+        record["group_size"] = format.group_size
     merge.out.mkdir(parents=True, exist_ok=True)
     file = merge.out / RECORD_NAME
     if file.is_file():
@@ -108,39 +126,110 @@ def _open_folder(merge: merge_weights.Merge) -> None:
     write_json(file, record)
 
 
-def _write_weights(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> bool:
-    """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
+@dataclass(frozen=True)
+class _Plan:
+    """What is written.
+
+    Attributes:
+        by_file: the tensors of the base's files that the result has too, by the names of the result's files.
+        extra: weights that the base's files lack, by their names.
+        codes: which of the tensors become codes, by their keys, and what of the model each is.
+        num_bytes: of each file of the result, about.
+    """
+
+    by_file: dict[str, list[StoredTensor]]
+    extra: dict[str, Assignment]
+    codes: dict[str, merge_weights.PieceUse]
+    num_bytes: dict[str, int]
+
+    @property
+    def plain(self) -> list[StoredTensor]:
+        """The tensors without codes, the largest first."""
+        tensors = [stored for each in self.by_file.values() for stored in each if stored.key not in self.codes]
+        return sorted(tensors, key=lambda stored: math.prod(stored.shape), reverse=True)
+
+    def describe(self, format: WeightFormat) -> str:
+        """What gets codes, and what does not."""
+        num_coded = sum(use.num_weights for use in self.codes.values())
+        num_plain = sum(math.prod(stored.shape) for stored in self.plain)
+        group = "" if format.group_size is None else f" in groups of {format.group_size}"
+        text = f"{format.name}{group}: {plural(len(self.codes), 'weight')} of {show_size(num_coded)} parameters"
+        if num_plain:
+            largest = ", ".join(stored.key for stored in self.plain[:NUM_NAMED])
+            text += f". {show_size(num_plain)} parameters stay as the base has them, such as {largest}"
+        return f"{text}."
+
+
+def _plan(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> _Plan:
+    """What the files of the result are.
+
+    Raises:
+        CheckpointError: weights would get codes or rows that can't be written.
+    """
     _refuse_composed(merge, changes)
     extra = _find_extra(merge, changes)
     by_file = _find_merged(merge)
     if extra and SINGLE_NAME in by_file:  # transformers takes a file of that name for the whole model
         by_file[BASE_NAME] = by_file.pop(SINGLE_NAME)
+    codes = merge_weights.find_codes(merge)
+    assignments = _by_key(merge)
+    num_bytes = dict.fromkeys(by_file, 0)
+    for name, tensors in by_file.items():
+        for stored in tensors:
+            if stored.key in codes:
+                assert merge.format is not None
+                num_bytes[name] += int(codes[stored.key].num_weights * merge.format.bits / 8)
+            elif stored.key in assignments:
+                dtype = merge_weights.written_dtype(stored, merge)
+                num_bytes[name] += assignments[stored.key].num_elements * dtype.itemsize
+            else:
+                num_bytes[name] += stored.num_bytes
+    return _Plan(by_file, extra, codes, num_bytes)
+
+
+def _check_room(out: Path, plan: _Plan) -> None:
+    """Refuse a folder that has no room for the files that are not there yet.
+
+    Raises:
+        RunFolderError: it has none.
+    """
+    needed = sum(size for name, size in plan.num_bytes.items() if not (out / name).is_file())
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise RunFolderError(
+            f"out={out} has room for {show_bytes(free)}, and the result takes {show_bytes(needed)} there. Free space, "
+            "or set out to a folder on another disk."
+        )
+
+
+def _write_weights(merge: merge_weights.Merge, merger: merge_weights.WeightMerger, plan: _Plan) -> None:
+    """Write every file that is not there yet, and the index."""
     assignments = _by_key(merge)
     uses = merge_weights.find_uses(merge.meta.assignments)
-    merger = merge_weights.WeightMerger(merge, changes)
     weight_map: dict[str, str] = {}
-    for name, tensors in tqdm(by_file.items(), desc="Merging", unit="file", disable=None):
+    for name, tensors in tqdm(plan.by_file.items(), desc="Merging", unit="file", disable=None):
         target = merge.out / name
         if not target.is_file():
             found: dict[str, Tensor] = {}
             for stored in tensors:
                 assignment = assignments.get(stored.key)
-                if assignment is not None:
-                    value = merger.merged_weight(assignment)
+                if stored.key in plan.codes:
+                    found |= merger.codes(stored, plan.codes[stored.key])
+                elif assignment is not None:
+                    found[stored.key] = merger.merged_weight(assignment)
                 else:
-                    value = merger.merged_pieces(stored, uses.get(stored.key, []))
-                found |= merge_weights.quantized_if_wanted(stored.key, value, assignment, merge)
+                    found[stored.key] = merger.merged_pieces(stored, uses.get(stored.key, []))
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
-    if extra:
-        values = {name: merger.merged_weight(replace(assignment, name=name)) for name, assignment in extra.items()}
+    if plan.extra:
+        values = {name: merger.merged_weight(replace(assignment, name=name)) for name, assignment in plan.extra.items()}
         _save(values, merge.out / EXTRA_NAME)
         weight_map |= dict.fromkeys(values, EXTRA_NAME)
     if set(weight_map.values()) != {SINGLE_NAME}:
         size = sum((merge.out / name).stat().st_size for name in set(weight_map.values()))
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(merge.out / INDEX_NAME, index)
-    return any(assignment.stored is not None for assignment in extra.values())
 
 
 def _by_key(merge: merge_weights.Merge) -> dict[str, Assignment]:
@@ -182,16 +271,35 @@ def _check_quantized(merge: merge_weights.Merge) -> None:
     """Refuse a quantized result that transformers would not load, or that would have no codes.
 
     Raises:
-        CheckpointError: it is Llama 4, or all its linear layers are of a class of the model's own.
+        CheckpointError: it is Llama 4, or all its linear layers are of a class of the model's own; or rows are no whole
+            groups, and would be with another setting.
     """
     model = merge.meta.model
+    format = merge.format
+    assert format is not None
+    could = {name: each for name, each in base_linears(model) if merge_weights.is_quantizable(each, merge)}
+    fixes: dict[str, list[str]] = {}
+    for name, layer in could.items():
+        fix = None if format.fits(layer.in_features) else format.fix_for(layer.in_features)
+        if fix is not None:
+            fixes.setdefault(fix, []).append(f"{name} ({layer.in_features} wide)")
+    if fixes:
+        fix = min(fixes, key=lambda each: int(each.partition("=")[2]))  # the smallest groups fit the others too
+        layers = [layer for each in fixes.values() for layer in each]
+        raise CheckpointError(
+            f"group_size={format.group_size} does not divide the rows of {plural(len(layers), 'layer')}:\n"
+            f"{list_some(layers)}\nSet {fix}."
+        )
     reason = None
     if any(isinstance(module, Llama4Moe) for module in model.modules()):
         reason = "in quantized files of Llama 4 transformers looks for a layer for each expert, which there is none of"
-    elif not any(merge_weights.takes_codes(layer, merge) for _, layer in base_linears(model)):
+    elif not any(merge_weights.takes_codes(layer, merge) for layer in could.values()):
         reason = f"transformers loads codes for no layer of {type(model).__name__}"
+        if could:
+            widths = ", ".join(str(width) for width in sorted({layer.in_features for layer in could.values()}))
+            reason = f"no layer has rows of whole groups of {format.group_size}: they are {widths} wide"
     if reason is not None:
-        raise CheckpointError(f"quantize={merge.quantize} can't be used: {reason}. Leave quantize out.")
+        raise CheckpointError(f"quantize={format.name} can't be used: {reason}. Leave quantize out.")
 
 
 def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> None:
@@ -204,7 +312,7 @@ def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weight
     for assignment in merge.meta.assignments:
         if not isinstance(assignment.stored, ComposedTensor):
             continue
-        gets_codes = merge.quantize is not None and isinstance(assignment.module, QuantizedLinear)
+        gets_codes = merge.format is not None and isinstance(assignment.module, QuantizedLinear)
         gets_rows = bool(changes.get(assignment.name, NO_CHANGE).token_ids)
         is_scaled = any(isinstance(tensor, ScaledTensor) for tensor in assignment.stored_tensors)
         if gets_codes or gets_rows or is_scaled:
@@ -234,7 +342,7 @@ def _find_extra(merge: merge_weights.Merge, changes: dict[str, merge_weights.Par
     return extra
 
 
-def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool) -> None:
+def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool, plan: _Plan) -> None:
     """Write config.json with what the merge changed, and copy the other small files of base and adapter."""
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in (".json", ".txt", ".jinja", ".model", ".py") and "safetensors" not in file.name
@@ -262,16 +370,12 @@ def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool) -> Non
     write_rope(config.get("text_config", config), merge.meta.config.get_text_config())
     if untied:
         config["tie_word_embeddings"] = False
-    if merge.quantize is not None:
-        plain = {name for name, layer in base_linears(merge.meta.model) if not merge_weights.takes_codes(layer, merge)}
-        config["quantization_config"] = {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": merge.quantize,
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": dtype_name(merge.dtype),
-            "llm_int8_skip_modules": sorted(plain) or None,
+    if merge.format is not None:
+        linears = {
+            name for name, layer in base_linears(merge.meta.model) if not merge_weights.takes_codes(layer, merge)
         }
+        in_files = {_module_of(stored.key) for stored in plan.plain if len(stored.shape) > 1}
+        config["quantization_config"] = merge.format.config(sorted(linears), sorted(in_files), merge.dtype)
     if not merge.meta.head:
         _write_stops(merge)
     write_json(merge.out / "config.json", config)
@@ -293,6 +397,15 @@ def _write_stops(merge: merge_weights.Merge) -> None:
     added = [each for each in end_ids_of(merge.trained.tokenizer) if each not in stops]
     if added:
         write_json(file, {**values, "eos_token_id": [*stops, *added]})
+
+
+def _module_of(key: str) -> str:
+    """The module of a tensor in the files; where it is one of all experts, a pattern for the layers of each expert.
+
+    A server may have linear layers where the model has none (routers), and layers of experts where the files have none.
+    """
+    module, _, name = key.rpartition(".")
+    return module if name == "weight" else f"re:{re.escape(module)}\\..*"
 
 
 def _is_state(key: str) -> bool:

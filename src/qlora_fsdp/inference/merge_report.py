@@ -47,6 +47,7 @@ FORMAT_SHARES = {(True, False): 0.4, (False, True): 0.6, (False, False): 1.0}
 SPARE = 1.1  # of the memory of a model, for what computing takes
 # The types of GGUF files that round less than another
 FINER_GGUF = {"q4_0": ("q8_0", "f16"), "q8_0": ("f16", "bf16"), "f16": ("f32",), "bf16": ("f32",), "f32": ()}
+FINER = {"int4": "fp8", "nvfp4": "fp8", "mxfp4": "fp8"}  # formats that servers read too, and that round less
 NO_ROOM = "What it learned is finer than this precision holds: serve the adapter beside its base instead."
 NAMES = {"base": "base without the adapter", "trained": "adapter as trained"}
 
@@ -149,7 +150,9 @@ def read_rows_of_file(
     return ReportRows(choose_rows(data, num_rows), are_held_out=False), f"rows of {path}"
 
 
-def find_shortage(merged: AssembledModel, out: Path, quant: QuantConfig, device: torch.device) -> str | None:
+def find_shortage(
+    merged: AssembledModel, out: Path, quant: QuantConfig, device: torch.device, decompresses: bool
+) -> str | None:
     """Why the models of a report can't be loaded, one after the other; None if they can.
 
     Args:
@@ -157,8 +160,9 @@ def find_shortage(merged: AssembledModel, out: Path, quant: QuantConfig, device:
         out: folder of the merged model's files.
         quant: how the base was quantized in training.
         device: where the models compute.
+        decompresses: whether transformers computes with the merged model's weights in full precision.
     """
-    share = FORMAT_SHARES[quant.load_in_4bit, quant.load_in_8bit]
+    share = 1.0 if decompresses else FORMAT_SHARES[quant.load_in_4bit, quant.load_in_8bit]
     of_base = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in merged.files.tensors.values())
     in_files = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     per_byte = merged.dtype.itemsize / 2  # files have 16 bits a weight as a rule
@@ -351,7 +355,8 @@ def _advise_merged(base: str, format: str | None, trained_format: str | None) ->
     if trained_format is None and format is None:
         return NO_ROOM
     if trained_format is None:
-        return "The precision of the base's files has what was trained: leave quantize out."
+        finer = f", or set quantize={FINER[format]}, which rounds less" if format in FINER else ""
+        return f"The precision of the base's files has what was trained: leave quantize out{finer}."
     if format == trained_format and base == "full":
         return f"Try base=dequantized quantize={format}, which merges into the very weights that were trained on."
     if format == trained_format:
@@ -365,6 +370,8 @@ def _advise_merged(base: str, format: str | None, trained_format: str | None) ->
         return NO_ROOM
     what = " and ".join(changes)
     fix = f"{what[0].upper()}{what[1:]}: that gives what was trained, in the precision of the base's files."
+    if format in FINER:
+        fix += f" Or set quantize={FINER[format]}, which rounds less."
     if trained_format in ("nf4", "fp4"):
         fix += f" Or set quantize={trained_format}, the format that it was trained on, without gguf."
     return fix

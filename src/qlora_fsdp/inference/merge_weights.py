@@ -1,10 +1,11 @@
 """Merge an adapter into single weights of its base: which weights it changes, and what they become.
 
-Weights that were dequantized lie on the grid of their format. What an adapter adds to them is far smaller than the
-distance to the next point of that grid, so that rounding to the nearest point takes almost all of it away: of a real
-model's gain 3 to 10 % were left. Rounded at random, with the probability that each of the two neighbours is near, the
-weights are right on average, and 97 to 99 % of the gain are left. Weights in full precision need nothing of it, because
-they lie anywhere between the points.
+Weights may lie on the grid of the format in which they are written: those of a dequantized base do, and so does a base
+that somebody dequantized before. What an adapter adds to them is far smaller than the distance to the next point of
+that grid, so that rounding to the nearest point takes almost all of it away: of a real model's gain 3 to 10 % were
+left. Rounded at random, with the probability that each of the two neighbours is near, the weights are right on average,
+and 97 to 99 % of the gain are left. Other weights lie anywhere between the points and need nothing of it. Which of the
+two a weight is, its first rows tell: whether rounding the base's own values changes them.
 
 16 bits are such a grid too, on which the base's own weights lie. So sums are rounded to 16 bits at random as well, and
 where they are quantized they are not rounded to 16 bits before.
@@ -12,15 +13,12 @@ where they are quantized they are not rounded to 16 bits before.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeGuard, cast
 
-import bitsandbytes.functional as bnb
-import numpy as np
 import torch
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
@@ -28,7 +26,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.config.adapter.adapter_config import (
     ADAPTER_WEIGHTS,
     PREFIX,
@@ -36,15 +33,16 @@ from qlora_fsdp.config.adapter.adapter_config import (
     read_adapter_config,
     whole_keys,
 )
-from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.inference.merge_formats import WeightFormat
+from qlora_fsdp.inference.rounding import draw, round_to_16_bits
+from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
-from qlora_fsdp.layers.quantized.format import code_book
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.read_adapter import read_whole, tokens_of_rows
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
-from qlora_fsdp.weights.composed import Assignment, ComposedTensor, StoredRows
+from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, StoredRows
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.row_reader import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
@@ -53,11 +51,8 @@ from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
 NUM_KEPT = 3  # weights: an expert has up to three matrices in the files
-
-
-SEED = 0
+NUM_SAMPLED = 16  # rows of a weight that tell whether it lies on a grid
 SHORT_DTYPES = (torch.bfloat16, torch.float16)
-NUMBERS_A_STEP = 8  # float32 numbers that one step of Philox's counter gives
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Merge:
         adapter: folder of the adapter.
         out: folder of the result.
         dequantized: merge into the quantized weights that the adapter was trained on, not the full-precision ones.
-        quantize: write the linear layers in this format of transformers and bitsandbytes; None: as the base has them.
+        format: in which the linear layers are written; None: as the base has them.
         device: where weights are quantized and adapters are multiplied.
     """
 
@@ -77,7 +72,7 @@ class Merge:
     adapter: Path
     out: Path
     dequantized: bool
-    quantize: Literal["nf4", "fp4"] | None
+    format: WeightFormat | None
     device: torch.device
 
     @property
@@ -88,13 +83,7 @@ class Merge:
     @property
     def rounding(self) -> Literal["nearest", "random"]:
         """How changed weights are rounded to the format of the result."""
-        is_random = self.rounds_codes or self.rounds_16_bits
-        return "random" if is_random else "nearest"
-
-    @property
-    def rounds_codes(self) -> bool:
-        """Whether weights of the dequantized base are rounded at random to the grid on which they lie."""
-        return any(is_rounded_at_random(assignment, self) for assignment in self.meta.assignments)
+        return "random" if self.format is not None or self.rounds_16_bits else "nearest"
 
     @property
     def rounds_16_bits(self) -> bool:
@@ -119,6 +108,19 @@ class PieceUse(NamedTuple):
     assignment: Assignment
     piece: StoredRows
     first_row: int
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights they are."""
+        if isinstance(self.assignment.stored, ComposedTensor):
+            return self.piece.num_rows * self.assignment.stored.row_elements
+        return self.assignment.num_elements
+
+
+def written_dtype(stored: Stored, merge: Merge) -> torch.dtype:
+    """The dtype in which a weight that has no codes is written; one that is scaled by blocks as others are."""
+    is_plain = stored.dtype.is_floating_point and not isinstance(stored, ScaledTensor)
+    return stored.dtype if is_plain else merge.dtype
 
 
 def find_uses(assignments: Sequence[Assignment]) -> dict[str, list[PieceUse]]:
@@ -148,30 +150,24 @@ class WeightMerger:
         self.changes = changes
         self._factors = lru_cache(NUM_KEPT)(self._read_factors)
         self._codes = lru_cache(NUM_KEPT)(self._quantize)
+        self._largest = lru_cache(NUM_KEPT)(self._find_largest)
         self._assignments = {assignment.name: assignment for assignment in merge.meta.assignments}
+        self.on_grid: dict[str, bool] = {}  # by the names of changed weights that get codes
 
     def merged_weight(self, assignment: Assignment) -> Tensor:
         """A weight for which the files have one tensor, or none, with the adapter merged into it; on the CPU."""
         change = self.changes.get(assignment.name)
         stored = assignment.stored
-        stored_dtype = None if stored is None else stored.dtype
-        if isinstance(stored, ScaledTensor):  # written like the layers that are not
-            stored_dtype = self.merge.dtype
-        dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else self.merge.dtype
+        dtype = self.merge.dtype if stored is None else written_dtype(stored, self.merge)
         if change is not None and "whole" in change.keys:
             return change.read_whole().to(dtype)
-        if change is not None and self.merge.quantize is not None and takes_codes(assignment.module, self.merge):
-            # In 16 bits a small change would be rounded away before it is quantized: of a real model, trained at a
-            # learning rate of 2e-4, 91.2 % of the gain were kept so, and 98.6 % in 32 bits.
-            dtype = torch.float32
         assert isinstance(stored, StoredTensor), assignment.name
         if self._is_dequantized(assignment):
             weight = torch.empty(weight_shape(assignment.layer), dtype=dtype)
         else:
             weight = _read_tensor(stored)
             if change is None:
-                return weight if stored_dtype == stored.dtype else weight.to(dtype)
-            weight = weight.to(dtype) if dtype == torch.float32 else weight
+                return weight.to(dtype) if weight.is_floating_point() else weight
             if "rows" in change.keys:
                 weight = _with_rows(weight, change, dtype)
                 if "lora_A.weight" not in change.keys:
@@ -199,26 +195,102 @@ class WeightMerger:
             turned.copy_(matrix.view(turned.shape))
         return tensor
 
+    def codes(self, stored: StoredTensor, use: PieceUse) -> dict[str, Tensor]:
+        """The tensors of the result for a tensor of the files that becomes codes (`find_codes`); on the CPU.
+
+        In 16 bits a small change would be rounded away before it is quantized: of a real model, trained at a learning
+        rate of 2e-4, 91.2 % of the gain were kept so, and 98.6 % in 32 bits.
+        """
+        merge = self.merge
+        format = merge.format
+        assert format is not None
+        assignment = use.assignment
+        scale_dtype = written_dtype(stored, self.merge)
+        largest = None
+        if format.has_whole_scale:
+            largest = self._largest(_parent(assignment.name), assignment.layer.in_features)
+        change = self.changes.get(assignment.name)
+        is_merged = change is not None and "whole" not in change.keys
+        pieces = []
+        for start, base, values in self._merged_rows(assignment, use.first_row, self._read(stored, assignment)):
+            drawn = None
+            if is_merged:
+                if assignment.name not in self.on_grid:
+                    sample = base[:NUM_SAMPLED]
+                    self.on_grid[assignment.name] = format.holds(sample, scale_dtype, largest)
+                if self.on_grid[assignment.name]:
+                    columns = values.shape[1]
+                    drawn = draw(assignment.name, start * columns, values.numel()).to(values.device).view_as(values)
+            else:
+                values = values.to(merge.dtype)  # as training quantizes it
+            pieces.append(format.encode(values, scale_dtype, drawn, largest))
+        return format.join(stored.key, pieces, merge.dtype)
+
+    def _read(self, stored: StoredTensor, assignment: Assignment) -> Tensor:
+        """A tensor of the files as a matrix; where codes are dequantized instead, one of its shape without values."""
+        if not self._is_dequantized(assignment):
+            return _read_tensor(stored).view(-1, stored.shape[-1])
+        if isinstance(assignment.stored, ComposedTensor):
+            return torch.empty(stored.shape, device="meta")
+        return torch.empty(assignment.layer.out_features, assignment.layer.in_features, device="meta")
+
+    def _find_largest(self, parent: str, columns: int) -> Tensor:
+        """The largest magnitude of the merged weights of a module's layers that read as many inputs.
+
+        A server joins layers that read the same input (queries, keys and values; gate and up), and then they have one
+        scale of the whole: vLLM takes the largest of those that it finds, with which the codes of the others are wrong.
+        """
+        found = []
+        for assignment in self.merge.meta.assignments:
+            is_of_linear = assignment.is_quantized and takes_codes(assignment.module, self.merge)
+            if not is_of_linear or _parent(assignment.name) != parent or assignment.layer.in_features != columns:
+                continue
+            assert isinstance(assignment.stored, StoredTensor)  # others were refused
+            matrix = self._read(assignment.stored, assignment)
+            found += [values.abs().amax() for _, _, values in self._merged_rows(assignment, 0, matrix)]
+        return torch.stack(found).amax()
+
     def _merge_rows(self, assignment: Assignment, first_row: int, rows: Tensor) -> None:
-        """Merge the adapter into consecutive rows of a weight, in place; a few megabytes at a time.
+        """Merge the adapter into consecutive rows of a weight, in place.
 
         Args:
             assignment: the weight, whose rows are counted over all experts.
             first_row: the number of the first.
             rows: [n, columns], as in the files; they are written only where the base is dequantized.
         """
+        change = self.changes.get(assignment.name)
+        is_sum = change is not None and "whole" not in change.keys
+        for start, _, values in self._merged_rows(assignment, first_row, rows):
+            target = rows[start - first_row : start - first_row + len(values)]
+            if is_sum and target.dtype in SHORT_DTYPES:
+                values = round_to_16_bits(values, target.dtype, assignment.name, start * rows.shape[1])
+            target.copy_(values)
+
+    def _merged_rows(
+        self, assignment: Assignment, first_row: int, rows: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Merge the adapter into consecutive rows of a weight, a few megabytes at a time.
+
+        Args:
+            assignment: the weight, whose rows are counted over all experts.
+            first_row: the number of the first.
+            rows: [n, columns], as in the files; of a dequantized base only the shape counts.
+
+        Yields:
+            The number of the first of some rows; these of the base; and with the change; float32 [n, columns].
+        """
         device = self.merge.device
         change = self.changes.get(assignment.name)
-        if change is not None and "whole" in change.keys:
-            whole = change.read_whole()
-            rows.copy_(whole.view(-1, whole.shape[-1])[first_row : first_row + len(rows)])
-            return
         codes = self._codes(assignment.name) if self._is_dequantized(assignment) else None
         start = first_row
         end = first_row + len(rows)
         num_expert_rows = end
         magnitude: Tensor | None = None
-        if change is not None:
+        whole: Tensor | None = None
+        if change is not None and "whole" in change.keys:
+            whole = change.read_whole()
+            whole = whole.view(-1, whole.shape[-1])
+        elif change is not None:
             left, right = self._factors(change)
             num_expert_rows = left.shape[1]
             if "lora_magnitude_vector" in change.keys:
@@ -226,20 +298,20 @@ class WeightMerger:
         while start < end:  # up to the end of an expert
             expert, row = divmod(start, num_expert_rows)
             stop = min(end, start + num_expert_rows - row, start + max(1, VALUES_A_TIME // rows.shape[1]))
-            target = rows[start - first_row : stop - first_row]
-            values = target.to(device, torch.float32) if codes is None else _dequantize(codes, start, stop)
-            if change is not None:
+            if whole is not None:
+                base = whole[start:stop].to(device, torch.float32)
+            elif codes is not None:
+                base = _dequantize(codes, start, stop)
+            else:
+                base = rows[start - first_row : stop - first_row].to(device, torch.float32)
+            values = base
+            if change is not None and whole is None:
                 low = left[expert, row : row + stop - start]
-                values = values.addmm(low, right[expert], alpha=change.scaling)
+                values = base.addmm(low, right[expert], alpha=change.scaling)
             if magnitude is not None:  # the norms of the rows, which DoRA trains apart (arXiv:2402.09353, equation 5)
                 norms = torch.linalg.vector_norm(values, dim=1)
-                values.mul_((magnitude[start:stop] / norms).unsqueeze(1))
-            if change is not None and is_rounded_at_random(assignment, self.merge):
-                quant_type = assignment.layer.format.quant_type
-                values = round_at_random(values, quant_type, assignment.name, start * rows.shape[1])
-            if change is not None and target.dtype in SHORT_DTYPES:
-                values = round_to_16_bits(values, target.dtype, assignment.name, start * rows.shape[1])
-            target.copy_(values)
+                values = values * (magnitude[start:stop] / norms).unsqueeze(1)
+            yield start, base, values
             start = stop
 
     def _is_dequantized(self, assignment: Assignment) -> bool:
@@ -263,12 +335,9 @@ class WeightMerger:
         return layer
 
 
-def is_rounded_at_random(assignment: Assignment, merge: Merge) -> bool:
-    """Whether a weight that the adapter changes lies on the grid of the format in which it is written."""
-    if not (merge.dequantized and assignment.is_quantized and takes_codes(assignment.module, merge)):
-        return False
-    stored_as = assignment.layer.format
-    return stored_as.quant_type == merge.quantize and stored_as.blocksize == BLOCKSIZE
+def _parent(name: str) -> str:
+    """The name of the module that has the layer of a weight."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _dequantize(layer: QuantizedLinear, start: int, stop: int) -> Tensor:
@@ -288,31 +357,46 @@ def _with_rows(weight: Tensor, change: ParameterChange, dtype: torch.dtype) -> T
     return table
 
 
-def quantized_if_wanted(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:
-    """The tensor as it is, or bitsandbytes' codes and their state if it is the weight of a layer to be quantized."""
-    is_linear = assignment is not None and assignment.is_quantized and takes_codes(assignment.module, merge)
-    if merge.quantize is None or not is_linear:
-        return {key: value}
-    is_changed = value.dtype == torch.float32  # and not rounded yet
-    value = value.to(merge.device, torch.float32 if is_changed else merge.dtype)
-    codes, absmax = Format(merge.quantize, storage=torch.uint8).quantize_rows(value)
-    offset = absmax.mean()
-    scales, nested = bnb.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCKSIZE)
-    book = code_book(merge.quantize, merge.device).clone()  # a copy, as safetensors refuses tensors that share memory
-    state = bnb.QuantState(scales, value.shape, book, BLOCKSIZE, merge.quantize, merge.dtype, offset, nested)
-    parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
-    return {key: codes.view(-1, 1).cpu()} | parts
-
-
 def takes_codes(module: nn.Module, merge: Merge) -> bool:
-    """Whether a quantized result has the layer as codes. Its rows must be whole blocks, and the head stays as it is.
+    """Whether a quantized result has the layer as codes. Its rows must be whole groups, and the head stays as it is.
 
     So do layers of a class of the model's own (Falcon's), for which transformers loads no codes.
     """
+    return is_quantizable(module, merge) and merge.format is not None and merge.format.fits(module.in_features)
+
+
+def is_quantizable(module: nn.Module, merge: Merge) -> TypeGuard[QuantizedLinear]:
+    """Whether a quantized result could have the layer as codes, if only its rows were whole groups."""
     head = merge.meta.model.get_output_embeddings()
     if not isinstance(module, QuantizedLinear) or module is getattr(head, "base_layer", head):
         return False
-    return module.replaces is nn.Linear and module.in_features % BLOCKSIZE == 0
+    return module.replaces is nn.Linear
+
+
+def find_codes(merge: Merge) -> dict[str, PieceUse]:
+    """Which tensors of the files become codes, by their keys, and what of the model each is.
+
+    Matrices of experts do so where the files have one for each and the model has them as they are.
+    """
+    found: dict[str, PieceUse] = {}
+    if merge.format is None:
+        return found
+    for assignment in merge.meta.assignments:
+        stored = assignment.stored
+        if isinstance(stored, StoredTensor) and assignment.is_quantized and takes_codes(assignment.module, merge):
+            num_rows = assignment.layer.out_features
+            found[stored.key] = PieceUse(assignment, StoredRows(stored, 0, num_rows), 0)
+    if not merge.format.has_experts:
+        return found
+    for key, uses in find_uses(merge.meta.assignments).items():
+        assignment, piece, _ = uses[0]
+        composed = assignment.stored
+        assert isinstance(composed, ComposedTensor)
+        is_whole = len(uses) == 1 and len(piece.stored.shape) == 2 and piece.num_rows == piece.stored.shape[0]
+        is_of_experts = isinstance(assignment.module, QuantizedExpertWeight) and not composed.is_transposed
+        if key.endswith(".weight") and is_whole and is_of_experts and merge.format.fits(composed.row_elements):
+            found[key] = uses[0]
+    return found
 
 
 def _read_tensor(stored: StoredTensor) -> Tensor:
@@ -450,69 +534,3 @@ def _are_equal(one: ParameterChange, other: ParameterChange) -> bool:
     """Whether an adapter has two tied tables as a whole, and both are the same: they can stay tied."""
     are_whole = "whole" in one.keys and "whole" in other.keys
     return are_whole and torch.equal(one.read_whole(), other.read_whole())
-
-
-def round_at_random(values: Tensor, quant_type: str, name: str, first_element: int) -> Tensor:
-    """Move each value of a weight to one of the two points of its block's grid between which it lies.
-
-    The random numbers belong to the weight's name and to the place of a value in it. So a weight can be rounded in
-    pieces of any size, and a merge that was cut off goes on with the same numbers.
-
-    Args:
-        values: float32 [rows, columns], consecutive whole rows of a weight; columns are a multiple of the block size.
-        quant_type: nf4 or fp4, the format in which the weight is written.
-        name: the weight's name.
-        first_element: how many elements of the weight are before these.
-
-    Returns:
-        Values of the same shape. bitsandbytes' `quantize_4bit`, which rounds to the nearest, gives the codes of the
-        points that were chosen.
-    """
-    points = code_book(quant_type, values.device).unique()  # ascending; fp4's book has zero twice
-    blocks = values.reshape(-1, BLOCKSIZE)
-    absmax = blocks.abs().amax(1, keepdim=True)
-    scaled = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny)
-    upper = torch.bucketize(scaled, points).clamp(1, len(points) - 1)
-    lower = upper - 1
-    share = (scaled - points[lower]) / (points[upper] - points[lower])
-    drawn = _draw(name, first_element, values.numel()).to(values.device).view_as(share)
-    chosen = torch.where(drawn < share, upper, lower)
-    rounded: Tensor = points[chosen] * absmax
-    return rounded.view(values.shape)
-
-
-def round_to_16_bits(values: Tensor, dtype: torch.dtype, name: str, first_element: int) -> Tensor:
-    """Round each value of a weight to one of the two numbers of a 16-bit dtype between which it lies, at random.
-
-    A base in 16 bits lies on these numbers, which are 0.4 % apart in bfloat16. Most of what a short training at a low
-    learning rate adds is less than half of that, and rounding to the nearest would take it away.
-
-    Args:
-        values: float32 [rows, columns], consecutive whole rows of a weight.
-        dtype: bfloat16 or float16.
-        name: the weight's name, to which the random numbers belong.
-        first_element: how many elements of the weight are before these.
-
-    Returns:
-        Values of the same shape, in `dtype`.
-    """
-    nearest = values.to(dtype)
-    as_float = nearest.float()
-    is_beyond = values.abs() > as_float.abs()  # the other one is further from zero: one more in the bits
-    bits = nearest.view(torch.int16)
-    other = (bits + torch.where(is_beyond, 1, -1).to(torch.int16)).view(dtype)
-    gap = (other.float() - as_float).abs()
-    share = (values - as_float).abs() / gap
-    drawn = _draw(name, first_element, values.numel()).to(values.device).view_as(values)
-    is_moved = (drawn < share) & (as_float != 0) & gap.isfinite()
-    return torch.where(is_moved, other, nearest)
-
-
-def _draw(name: str, first: int, count: int) -> Tensor:
-    """Numbers in [0, 1) of a weight, from the given one on: float32 [count]."""
-    key = hashlib.sha256(f"{SEED} {name}".encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(key[:16], "little"))
-    bits.advance(first // NUMBERS_A_STEP)
-    skipped = first % NUMBERS_A_STEP
-    numbers = np.random.Generator(bits).random(skipped + count, dtype=np.float32)
-    return torch.from_numpy(numbers[skipped:])

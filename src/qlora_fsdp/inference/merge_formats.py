@@ -1,0 +1,329 @@
+"""The formats in which `merge` writes linear layers as codes: bitsandbytes' and those of compressed-tensors.
+
+A format takes consecutive rows of a weight at a time, so that no weight need be there as a whole, and makes the tensors
+of the file of what it made of all of them. Its codes, scales and layouts are those of the package whose format it is.
+
+    nf4, fp4   bitsandbytes, blocks of 64, double quantization; transformers loads them
+    int4       compressed-tensors' pack-quantized: symmetric, groups of 32, 64 or 128 along a row
+    fp8        float-quantized: float8_e4m3fn with a scale a row; inputs are rounded to fp8 token by token (W8A8)
+    nvfp4      nvfp4-pack-quantized: E2M1 in groups of 16 with fp8 scales, and one scale of the whole weight (W4A16)
+    mxfp4      mxfp4-pack-quantized: E2M1 in groups of 32 with powers of two as scales (W4A16)
+
+vLLM and transformers load the last four (transformers with the package itself).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, Literal, cast
+
+import bitsandbytes.functional as bnb
+import torch
+from torch import Tensor
+
+from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
+from qlora_fsdp.inference.rounding import round_to_points
+from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.quantized.format import code_book
+from qlora_fsdp.runtime.hardware import dtype_name
+from qlora_fsdp.weights.scaled import E2M1
+
+FORMATS = ("nf4", "fp4", "int4", "fp8", "nvfp4", "mxfp4")
+GROUP_SIZES = (32, 64, 128)  # of int4, for which vLLM has kernels
+PACKAGE = "compressed-tensors"
+# Of their mean size, what rounding to the nearest may change of weights that lie on the grid of a format already: that
+# they were stored in 16 bits changes 0.2 %, and rounding to the finest of the formats, fp8, changes others by 2 %.
+ON_GRID = 0.01
+SCALE_BITS = 16
+
+
+class WeightFormat(ABC):
+    """How a merge writes the weights of linear layers.
+
+    Attributes:
+        name: as the setting `quantize` has it.
+        group_size: consecutive weights of a row that share a scale; None where a whole row does.
+        bits: that a weight takes, with its share of the scales.
+        has_experts: whether it is also for experts of which the files have a matrix each.
+        has_whole_scale: whether a scale belongs to the whole weight, which layers share that a server joins.
+        decompresses: whether transformers needs the memory of the whole model in full precision to compute with it.
+        computes_in: the only dtype in which transformers computes with it; None: in any.
+    """
+
+    name: str
+    group_size: int | None
+    bits: float
+    has_experts: bool
+    has_whole_scale: bool
+    decompresses: bool
+    computes_in: torch.dtype | None = None
+
+    def fits(self, in_features: int) -> bool:
+        """Whether rows of this length are whole groups."""
+        return self.group_size is None or in_features % self.group_size == 0
+
+    def fix_for(self, in_features: int) -> str | None:
+        """The setting with which rows would be whole groups that are none now; None if there is none."""
+        return None
+
+    @abstractmethod
+    def encode(
+        self, rows: Tensor, scale_dtype: torch.dtype, drawn: Tensor | None, largest: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Codes and scales of some rows of a weight.
+
+        Args:
+            rows: [n, in_features] of any float dtype, on any device.
+            scale_dtype: in which scales are stored, for formats that leave it open.
+            drawn: float32 [n, in_features] in [0, 1), with which the rows are rounded at random; None: to the nearest.
+            largest: the largest magnitude of the weights that share a scale, for formats with `has_whole_scale`.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The values that `encode`'s parts stand for: float32 [n, in_features]."""
+
+    @abstractmethod
+    def join(self, key: str, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of the file for a weight, on the CPU.
+
+        Args:
+            key: of the weight in the files without codes.
+            pieces: what `encode` made of all its rows, in their order.
+            dtype: in which the base computed in training.
+        """
+
+    @abstractmethod
+    def config(self, linears: Sequence[str], in_files: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        """The `quantization_config` of a config.json.
+
+        Args:
+            linears: names of the model's linear layers that have no codes.
+            in_files: names of all modules that have none, as they are in the files.
+            dtype: in which the base computed in training.
+        """
+
+    def holds(self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None) -> bool:
+        """Whether weights lie on this format's grid, as far as these rows say: rounding hardly changes them."""
+        error = self.decode(self.encode(rows, scale_dtype, None, largest)) - rows.float()
+        return bool(error.abs().mean() < ON_GRID * rows.float().abs().mean())
+
+
+class BitsandbytesFormat(WeightFormat):
+    """nf4 or fp4 with double quantization, as training has them by default."""
+
+    group_size = BLOCKSIZE
+    bits = 4 + 8 / BLOCKSIZE + 32 / (BLOCKSIZE * NESTED_BLOCKSIZE)
+    has_experts = False  # transformers would look for a layer for each
+    has_whole_scale = False
+    decompresses = False
+
+    def __init__(self, name: Literal["nf4", "fp4"]) -> None:
+        self.name = name
+        self.format = Format(name, storage=torch.uint8)
+
+    def encode(
+        self, rows: Tensor, scale_dtype: torch.dtype, drawn: Tensor | None, largest: Tensor | None
+    ) -> dict[str, Tensor]:
+        if drawn is not None:
+            rows = round_at_random(rows.float(), self.name, drawn)
+        codes, absmax = self.format.quantize_rows(rows)
+        return {"codes": codes, "scales": absmax}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        num_rows, row_bytes = parts["codes"].shape
+        return self.format.dequantize(parts, num_rows, 2 * row_bytes, torch.float32)
+
+    def join(self, key: str, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        codes = torch.cat([piece["codes"] for piece in pieces])
+        absmax = torch.cat([piece["scales"] for piece in pieces])
+        offset = absmax.mean()
+        scales, nested = bnb.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCKSIZE)
+        book = code_book(self.name, codes.device).clone()  # safetensors refuses tensors that share memory
+        shape = torch.Size((len(codes), 2 * codes.shape[1]))
+        state = bnb.QuantState(scales, shape, book, BLOCKSIZE, self.name, dtype, offset, nested)
+        parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
+        return {key: codes.view(-1, 1).cpu()} | parts
+
+    def config(self, linears: Sequence[str], in_files: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": self.name,
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": dtype_name(dtype),
+            "llm_int8_skip_modules": list(linears) or None,
+        }
+
+
+def round_at_random(values: Tensor, quant_type: str, drawn: Tensor) -> Tensor:
+    """Move each value of a weight to one of the two points of its block's grid between which it lies.
+
+    Args:
+        values: float32 [rows, columns], whole rows of a weight; columns are a multiple of the block size.
+        quant_type: nf4 or fp4, the format in which the weight is written.
+        drawn: numbers in [0, 1), of the same shape.
+
+    Returns:
+        Values of the same shape. bitsandbytes' `quantize_4bit`, which rounds to the nearest, gives the codes of the
+        points that were chosen.
+    """
+    points = code_book(quant_type, values.device).unique()  # ascending; fp4's book has zero twice
+    blocks = values.reshape(-1, BLOCKSIZE)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    scaled = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny)
+    return (round_to_points(scaled, points, drawn.view_as(scaled)) * absmax).view(values.shape)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A format of compressed-tensors.
+
+    Attributes:
+        preset: its name among the package's preset schemes.
+        layout: its name among the package's compressors.
+        group_size: consecutive weights of a row that share a scale; None for the whole row.
+        bits: of a weight without its scales.
+        scale_bits: of one scale.
+        has_whole_scale: whether a scale belongs to the whole weight.
+    """
+
+    preset: str
+    layout: str
+    group_size: int | None
+    bits: int
+    scale_bits: int
+    has_whole_scale: bool = False
+
+
+KINDS = {
+    "int4": _Kind("W4A16", "pack-quantized", 32, 4, SCALE_BITS),
+    "fp8": _Kind("FP8_DYNAMIC", "float-quantized", None, 8, SCALE_BITS),
+    "nvfp4": _Kind("NVFP4A16", "nvfp4-pack-quantized", 16, 4, 8, has_whole_scale=True),
+    "mxfp4": _Kind("MXFP4A16", "mxfp4-pack-quantized", 32, 4, 8),
+}
+
+
+class CompressedTensorsFormat(WeightFormat):
+    """A format of compressed-tensors, whose compressors make codes and layouts."""
+
+    decompresses = True
+
+    def __init__(self, name: str, group_size: int | None = None) -> None:
+        kind = KINDS[name]
+        self.name = name
+        self.kind = kind
+        self.group_size = group_size or kind.group_size
+        self.bits = kind.bits + (kind.scale_bits / self.group_size if self.group_size is not None else 0)
+        self.has_whole_scale = kind.has_whole_scale
+        if kind.scale_bits == 8:
+            self.computes_in = (
+                torch.bfloat16
+            )  # to which the package (0.20) decompresses 4-bit floats, whatever is asked
+        # transformers (5.23) leaves out the whole weight's scale when it decompresses experts.
+        self.has_experts = not kind.has_whole_scale
+
+    def fix_for(self, in_features: int) -> str | None:
+        if self.name != "int4":
+            return None
+        sizes = [size for size in GROUP_SIZES if in_features % size == 0]
+        return f"group_size={max(sizes)}" if sizes else None
+
+    @cached_property
+    def scheme(self) -> Any:
+        """The package's QuantizationScheme."""
+        from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+        scheme = preset_name_to_scheme(self.kind.preset, ["Linear"])
+        assert scheme.weights is not None
+        if self.group_size is not None:
+            scheme.weights.group_size = self.group_size
+        return scheme
+
+    @cached_property
+    def compressor(self) -> Any:
+        """The package's class that makes and reads the layout."""
+        from compressed_tensors.compressors import BaseCompressor
+
+        return BaseCompressor.get_value_from_registry(self.kind.layout)
+
+    def encode(
+        self, rows: Tensor, scale_dtype: torch.dtype, drawn: Tensor | None, largest: Tensor | None
+    ) -> dict[str, Tensor]:
+        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+        rows = rows.float()
+        groups = rows.unflatten(-1, (-1, self.group_size or rows.shape[-1]))
+        absmax = groups.abs().amax(-1)
+        whole_scale = None
+        if self.has_whole_scale:
+            assert largest is not None
+            whole_scale = generate_gparam(-largest, largest)
+        scales, _ = calculate_qparams(-absmax, absmax, self.scheme.weights, global_scale=whole_scale)
+        if self.scheme.weights.scale_dtype is None:
+            scales = scales.to(scale_dtype).clamp_min(torch.finfo(scale_dtype).tiny)
+        if drawn is not None:
+            step = scales.float().unsqueeze(-1)
+            if whole_scale is not None:
+                step = step / whole_scale
+            points = self._points(rows.device)
+            rows = (round_to_points(groups / step, points, drawn.view_as(groups)) * step).flatten(1)
+        parts = {"weight": rows, "weight_scale": scales}
+        if whole_scale is not None:
+            parts["weight_global_scale"] = whole_scale
+        return cast(dict[str, Tensor], self.compressor.compress(parts, self.scheme))
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        weight: Tensor = self.compressor.decompress(dict(parts), self.scheme)["weight"]
+        return weight.float()
+
+    def join(self, key: str, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        prefix = key.removesuffix("weight")
+        joined: dict[str, Tensor] = {}
+        for name, first in pieces[0].items():
+            if name == "weight_global_scale":  # one for all rows
+                value = first
+            elif name == "weight_shape":
+                value = torch.stack([piece[name] for piece in pieces])
+                value = torch.stack([value[:, 0].sum(), value[0, 1]])
+            else:
+                value = torch.cat([piece[name] for piece in pieces])
+            joined[f"{prefix}{name}"] = value.cpu()
+        return joined
+
+    def config(self, linears: Sequence[str], in_files: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        from compressed_tensors.quantization import QuantizationConfig
+
+        groups = {"group_0": self.scheme}
+        ignore = sorted({*linears, *in_files})
+        about = QuantizationConfig(
+            config_groups=groups, format=self.kind.layout, quantization_status="compressed", ignore=ignore
+        )
+        return cast(dict[str, Any], about.model_dump(mode="json", exclude_none=True))
+
+    def _points(self, device: torch.device) -> Tensor:
+        """The values of the codes, ascending: float32."""
+        if self.name == "int4":
+            return torch.arange(-8, 8, dtype=torch.float32, device=device)
+        if self.name == "fp8":
+            codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+            return codes[codes.isfinite()].unique()
+        return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device).unique()
+
+
+def make_format(name: str | None, group_size: int | None) -> WeightFormat | None:
+    """The format that the settings name; None for none."""
+    if name is None:
+        return None
+    if name in KINDS:
+        return CompressedTensorsFormat(name, group_size)
+    return BitsandbytesFormat(cast(Literal["nf4", "fp4"], name))
+
+
+def has_package() -> bool:
+    """Whether compressed-tensors is installed."""
+    return find_spec("compressed_tensors") is not None
