@@ -293,6 +293,9 @@ def _check_quantized(merge: merge_weights.Merge) -> None:
     reason = None
     if any(isinstance(module, Llama4Moe) for module in model.modules()):
         reason = "in quantized files of Llama 4 transformers looks for a layer for each expert, which there is none of"
+    elif isinstance(format, CompressedTensorsFormat) and _has_plain_experts(merge):
+        reason = "transformers loads experts of which the files have a matrix each only if they are codes too, which "
+        reason += "these can't be in this format"
     elif not any(merge_weights.takes_codes(layer, merge) for layer in could.values()):
         reason = f"transformers loads codes for no layer of {type(model).__name__}"
         if could:
@@ -300,6 +303,16 @@ def _check_quantized(merge: merge_weights.Merge) -> None:
             reason = f"no layer has rows of whole groups of {format.group_size}: they are {widths} wide"
     if reason is not None:
         raise CheckpointError(f"quantize={format.name} can't be used: {reason}. Leave quantize out.")
+
+
+def _has_plain_experts(merge: merge_weights.Merge) -> bool:
+    """Whether the files have a matrix for each expert, and some of them would not become codes."""
+    codes = merge_weights.find_codes(merge)
+    for key, uses in merge_weights.find_uses(merge.meta.assignments).items():
+        is_of_experts = len(uses[0].assignment.parameter.shape) > 1 and ".experts." in key
+        if is_of_experts and key.endswith(".weight") and key not in codes:
+            return True
+    return False
 
 
 def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> None:

@@ -38,7 +38,22 @@ PACKAGE = "compressed-tensors"
 # Of their mean size, what rounding to the nearest may change of weights that lie on the grid of a format already: that
 # they were stored in 16 bits changes 0.2 %, and rounding to the finest of the formats, fp8, changes others by 2 %.
 ON_GRID = 0.01
+ON_INTEGERS = 0.05  # the same of steps between integers, from which others are 0.2 away
+LARGEST_CODES = (8, 7, 6, 5)  # that a group of an integer grid of 4 bits may have
 SCALE_BITS = 16
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What rounds rows at random.
+
+    Attributes:
+        base: the base's own rows, which lie on the grid of the format: float32 [n, in_features].
+        drawn: float32 [n, in_features] in [0, 1).
+    """
+
+    base: Tensor
+    drawn: Tensor
 
 
 class WeightFormat(ABC):
@@ -72,15 +87,15 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def encode(
-        self, rows: Tensor, scale_dtype: torch.dtype, drawn: Tensor | None, largest: Tensor | None
+        self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None, grid: Grid | None
     ) -> dict[str, Tensor]:
         """Codes and scales of some rows of a weight.
 
         Args:
             rows: [n, in_features] of any float dtype, on any device.
             scale_dtype: in which scales are stored, for formats that leave it open.
-            drawn: float32 [n, in_features] in [0, 1), with which the rows are rounded at random; None: to the nearest.
             largest: the largest magnitude of the weights that share a scale, for formats with `has_whole_scale`.
+            grid: on which the base's rows lie, so that sums are rounded at random; None: rounded to the nearest.
         """
 
     @abstractmethod
@@ -109,7 +124,7 @@ class WeightFormat(ABC):
 
     def holds(self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None) -> bool:
         """Whether weights lie on this format's grid, as far as these rows say: rounding hardly changes them."""
-        error = self.decode(self.encode(rows, scale_dtype, None, largest)) - rows.float()
+        error = self.decode(self.encode(rows, scale_dtype, largest, None)) - rows.float()
         return bool(error.abs().mean() < ON_GRID * rows.float().abs().mean())
 
 
@@ -127,10 +142,10 @@ class BitsandbytesFormat(WeightFormat):
         self.format = Format(name, storage=torch.uint8)
 
     def encode(
-        self, rows: Tensor, scale_dtype: torch.dtype, drawn: Tensor | None, largest: Tensor | None
+        self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None, grid: Grid | None
     ) -> dict[str, Tensor]:
-        if drawn is not None:
-            rows = round_at_random(rows.float(), self.name, drawn)
+        if grid is not None:
+            rows = round_at_random(rows.float(), self.name, grid.drawn)
         codes, absmax = self.format.quantize_rows(rows)
         return {"codes": codes, "scales": absmax}
 
@@ -252,12 +267,12 @@ class CompressedTensorsFormat(WeightFormat):
         return BaseCompressor.get_value_from_registry(self.kind.layout)
 
     def encode(
-        self, rows: Tensor, scale_dtype: torch.dtype, drawn: Tensor | None, largest: Tensor | None
+        self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None, grid: Grid | None
     ) -> dict[str, Tensor]:
         from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
         rows = rows.float()
-        groups = rows.unflatten(-1, (-1, self.group_size or rows.shape[-1]))
+        groups = self._in_groups(rows)
         absmax = groups.abs().amax(-1)
         whole_scale = None
         if self.has_whole_scale:
@@ -266,12 +281,14 @@ class CompressedTensorsFormat(WeightFormat):
         scales, _ = calculate_qparams(-absmax, absmax, self.scheme.weights, global_scale=whole_scale)
         if self.scheme.weights.scale_dtype is None:
             scales = scales.to(scale_dtype).clamp_min(torch.finfo(scale_dtype).tiny)
-        if drawn is not None:
+        if grid is not None:
+            if self.name == "int4":
+                scales = _keep_steps(self._in_groups(grid.base), groups, scales)
             step = scales.float().unsqueeze(-1)
             if whole_scale is not None:
                 step = step / whole_scale
             points = self._points(rows.device)
-            rows = (round_to_points(groups / step, points, drawn.view_as(groups)) * step).flatten(1)
+            rows = (round_to_points(groups / step, points, grid.drawn.view_as(groups)) * step).flatten(1)
         parts = {"weight": rows, "weight_scale": scales}
         if whole_scale is not None:
             parts["weight_global_scale"] = whole_scale
@@ -305,6 +322,16 @@ class CompressedTensorsFormat(WeightFormat):
         )
         return cast(dict[str, Any], about.model_dump(mode="json", exclude_none=True))
 
+    def holds(self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None) -> bool:
+        if self.name != "int4":
+            return super().holds(rows, scale_dtype, largest)
+        _, error = _find_steps(self._in_groups(rows.float()))
+        return bool(error.mean() < ON_INTEGERS)
+
+    def _in_groups(self, rows: Tensor) -> Tensor:
+        """Rows as groups that share a scale: [n, groups, group_size]."""
+        return rows.unflatten(-1, (-1, self.group_size or rows.shape[-1]))
+
     def _points(self, device: torch.device) -> Tensor:
         """The values of the codes, ascending: float32."""
         if self.name == "int4":
@@ -313,6 +340,35 @@ class CompressedTensorsFormat(WeightFormat):
             codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
             return codes[codes.isfinite()].unique()
         return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device).unique()
+
+
+def _find_steps(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The step between the points of the integer grid on which a group lies, by its own values.
+
+    The package divides the largest magnitude by 7.5, others by 7 or 8: what lies on their grids does not lie on its.
+
+    Returns:
+        The steps, and by how many steps the values lie off the grid on average; both float32 [n, groups].
+    """
+    absmax = groups.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    steps = torch.stack([absmax / code for code in LARGEST_CODES])
+    scaled = groups / steps.unsqueeze(-1)
+    errors = (scaled - scaled.round()).abs().mean(-1)
+    error, chosen = errors.min(0)
+    return steps.gather(0, chosen.unsqueeze(0))[0], error
+
+
+def _keep_steps(base: Tensor, groups: Tensor, scales: Tensor) -> Tensor:
+    """The scales of groups whose base lies on an integer grid: its own, unless the sum is larger than its last point.
+
+    Args:
+        base: float32 [n, groups, group_size].
+        groups: of the sum, of the same shape.
+        scales: the package's for the sum [n, groups], in the dtype in which they are stored.
+    """
+    steps, _ = _find_steps(base)
+    is_kept = groups.abs().amax(-1) < steps * (max(LARGEST_CODES) + 0.5)
+    return torch.where(is_kept, steps.to(scales.dtype), scales)
 
 
 def make_format(name: str | None, group_size: int | None) -> WeightFormat | None:

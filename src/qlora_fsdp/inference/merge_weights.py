@@ -33,7 +33,7 @@ from qlora_fsdp.config.adapter.adapter_config import (
     read_adapter_config,
     whole_keys,
 )
-from qlora_fsdp.inference.merge_formats import WeightFormat
+from qlora_fsdp.inference.merge_formats import Grid, WeightFormat
 from qlora_fsdp.inference.rounding import draw, round_to_16_bits
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
@@ -213,7 +213,7 @@ class WeightMerger:
         is_merged = change is not None and "whole" not in change.keys
         pieces = []
         for start, base, values in self._merged_rows(assignment, use.first_row, self._read(stored, assignment)):
-            drawn = None
+            grid = None
             if is_merged:
                 if assignment.name not in self.on_grid:
                     sample = base[:NUM_SAMPLED]
@@ -221,9 +221,10 @@ class WeightMerger:
                 if self.on_grid[assignment.name]:
                     columns = values.shape[1]
                     drawn = draw(assignment.name, start * columns, values.numel()).to(values.device).view_as(values)
+                    grid = Grid(base, drawn)
             else:
                 values = values.to(merge.dtype)  # as training quantizes it
-            pieces.append(format.encode(values, scale_dtype, drawn, largest))
+            pieces.append(format.encode(values, scale_dtype, largest, grid))
         return format.join(stored.key, pieces, merge.dtype)
 
     def _read(self, stored: StoredTensor, assignment: Assignment) -> Tensor:
