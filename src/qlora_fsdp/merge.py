@@ -436,15 +436,15 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
 
 def _format_problems(settings: MergeSettings) -> list[Problem]:
     """What is wrong with the format that the settings name."""
-    from qlora_fsdp.inference.merge_formats import FORMATS, GROUP_SIZES, KINDS, PACKAGE, has_package
+    from qlora_fsdp.inference.merge_formats import FORMATS, GROUP_SIZES, KINDS, PACKAGE_NAME, has_package
 
     named = f"quantize={settings.quantize}"
     problems = []
     if settings.quantize is not None and settings.quantize not in FORMATS:
         problems.append(Problem(named, f"is none of {', '.join(FORMATS)}.", "Set one of them."))
     elif settings.quantize in KINDS and not has_package():
-        reason = f"needs the package {PACKAGE}, which is not installed."
-        problems.append(Problem(named, reason, f"Run pip install 'qlora-fsdp[{PACKAGE}]'."))
+        reason = f"needs the package {PACKAGE_NAME}, which is not installed."
+        problems.append(Problem(named, reason, f"Run pip install 'qlora-fsdp[{PACKAGE_NAME}]'."))
     if settings.group_size is not None and settings.quantize != "int4":
         reason = "is for quantize=int4; other formats have groups of their own."
         problems.append(Problem(f"group_size={settings.group_size}", reason, "Leave group_size out."))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from qlora_fsdp import merge
 from qlora_fsdp.inference import merge_files, merge_formats, merge_weights
-from qlora_fsdp.inference.rounding import draw
+from qlora_fsdp.inference.rounding import draw_uniform
 from qlora_fsdp.weights.scaled import E2M1
 from tests.helpers.checkpoints import SHAPE, make_checkpoint
 
@@ -271,7 +271,7 @@ def test_rounded_at_random_values_are_right_on_average(name: str):
     largest = row.abs().amax()
     rounded = []
     for number in range(2000):
-        grid = merge_formats.Grid(row, draw(str(number), 0, 64).view_as(row))
+        grid = merge_formats.Grid(row, draw_uniform(str(number), 0, 64).view_as(row))
         parts = format.encode(row, torch.float32, largest, grid)
         rounded.append(format.decode(parts))
     inner = (

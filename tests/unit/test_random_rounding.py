@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from qlora_fsdp.inference import merge_formats
-from qlora_fsdp.inference.rounding import draw
+from qlora_fsdp.inference.rounding import draw_uniform
 
 
 def round_at_random(values: torch.Tensor, quant_type: str, name: str, first_element: int) -> torch.Tensor:
     """With the numbers of a weight's name, as `merge` draws them."""
-    drawn = draw(name, first_element, values.numel()).view_as(values)
+    drawn = draw_uniform(name, first_element, values.numel()).view_as(values)
     return merge_formats.round_at_random(values, quant_type, drawn)
 
 

@@ -34,7 +34,7 @@ from qlora_fsdp.weights.scaled import E2M1
 
 FORMATS = ("nf4", "fp4", "int4", "fp8", "nvfp4", "mxfp4")
 GROUP_SIZES = (32, 64, 128)  # of int4, for which vLLM has kernels
-PACKAGE = "compressed-tensors"
+PACKAGE_NAME = "compressed-tensors"
 # Of their mean size, what rounding to the nearest may change of weights that lie on the grid of a format already: that
 # they were stored in 16 bits changes 0.2 %, and rounding to the finest of the formats, fp8, changes others by 2 %.
 ON_GRID = 0.01

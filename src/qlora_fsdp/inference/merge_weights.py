@@ -34,7 +34,7 @@ from qlora_fsdp.config.adapter.adapter_config import (
     whole_keys,
 )
 from qlora_fsdp.inference.merge_formats import Grid, WeightFormat
-from qlora_fsdp.inference.rounding import draw, round_to_16_bits
+from qlora_fsdp.inference.rounding import draw_uniform, round_to_16_bits
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
@@ -220,7 +220,9 @@ class WeightMerger:
                     self.on_grid[assignment.name] = format.holds(sample, scale_dtype, largest)
                 if self.on_grid[assignment.name]:
                     columns = values.shape[1]
-                    drawn = draw(assignment.name, start * columns, values.numel()).to(values.device).view_as(values)
+                    drawn = (
+                        draw_uniform(assignment.name, start * columns, values.numel()).to(values.device).view_as(values)
+                    )
                     grid = Grid(base, drawn)
             else:
                 values = values.to(merge.dtype)  # as training quantizes it

@@ -21,7 +21,7 @@ def round_to_points(scaled: Tensor, points: Tensor, drawn: Tensor) -> Tensor:
     Args:
         scaled: float32 [...]; what is beyond the first or the last point becomes that one.
         points: float32 [n], ascending.
-        drawn: numbers in [0, 1), one for each value, of the same shape (`draw`).
+        drawn: numbers in [0, 1), one for each value, of the same shape (`draw_uniform`).
     """
     upper = torch.bucketize(scaled, points).clamp_(1, len(points) - 1)
     lower = upper - 1
@@ -52,12 +52,12 @@ def round_to_16_bits(values: Tensor, dtype: torch.dtype, name: str, first_elemen
     other = (bits + torch.where(is_beyond, 1, -1).to(torch.int16)).view(dtype)
     gap = (other.float() - as_float).abs()
     share = (values - as_float).abs() / gap
-    drawn = draw(name, first_element, values.numel()).to(values.device).view_as(values)
+    drawn = draw_uniform(name, first_element, values.numel()).to(values.device).view_as(values)
     is_moved = (drawn < share) & (as_float != 0) & gap.isfinite()
     return torch.where(is_moved, other, nearest)
 
 
-def draw(name: str, first: int, count: int) -> Tensor:
+def draw_uniform(name: str, first: int, count: int) -> Tensor:
     """Numbers in [0, 1) of a weight, from the given one on: float32 [count]."""
     key = hashlib.sha256(f"{SEED} {name}".encode()).digest()
     bits = np.random.Philox(key=int.from_bytes(key[:16], "little"))

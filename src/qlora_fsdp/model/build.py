@@ -158,7 +158,10 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     if new and files.tensors:
         notes.append(f"not in the base's files, so trained in full: {', '.join(sorted(new))}")
     if stored is not None and stored["quant_method"] in METHODS:
-        notes.append(f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read")
+        note = f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read"
+        if settings.quant.load_in_4bit or settings.quant.load_in_8bit:
+            note += ", and quantized again as quant says: its weights are rounded twice"
+        notes.append(note)
         stored = None
     format, more_notes = _swap_layers(model, None if stored is None else tensors, settings, head)
     model.requires_grad_(False)
