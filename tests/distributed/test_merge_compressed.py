@@ -326,7 +326,7 @@ def test_what_can_not_be_written_is_refused_before_it_is_begun(bases, adapters, 
     said = refused(*own, "quantize=int4", "group_size=128")
     assert "group_size=128 does not divide the rows of 12 layers" in said and "Set group_size=64" in said
     free = shutil.disk_usage(tmp_path)._replace(free=2**16)
-    monkeypatch.setattr(merge_files.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     assert "has room for 0.1 MiB, and the result takes 0.1 MiB" in refused(*own, "quantize=int4")
 
 
