@@ -330,7 +330,8 @@ class CompressedTensorsFormat(WeightFormat):
 
     def _in_groups(self, rows: Tensor) -> Tensor:
         """Rows as groups that share a scale: [n, groups, group_size]."""
-        return rows.unflatten(-1, (-1, self.group_size or rows.shape[-1]))
+        groups: Tensor = rows.unflatten(-1, (-1, self.group_size or rows.shape[-1]))
+        return groups
 
     def _points(self, device: torch.device) -> Tensor:
         """The values of the codes, ascending: float32."""
@@ -338,8 +339,11 @@ class CompressedTensorsFormat(WeightFormat):
             return torch.arange(-8, 8, dtype=torch.float32, device=device)
         if self.name == "fp8":
             codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
-            return codes[codes.isfinite()].unique()
-        return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device).unique()
+            values = codes[codes.isfinite()]
+        else:
+            values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+        points: Tensor = values.unique()
+        return points
 
 
 def _find_steps(groups: Tensor) -> tuple[Tensor, Tensor]:
