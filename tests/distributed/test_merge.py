@@ -414,7 +414,7 @@ def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_p
     monkeypatch.setattr(merge_files, "_save", save_two)
     arguments = [f"adapter={adapters['llama']}", f"out={out}"]
     assert merge.main(arguments) == 2
-    assert "can't be written: [Errno 28] No space left" in capsys.readouterr().err
+    assert "can't be written: No space left on device. Free space there" in capsys.readouterr().err
     monkeypatch.setattr(
         merge_files, "_save", lambda tensors, target: (saved.append(target.name), save(tensors, target))
     )
@@ -451,7 +451,7 @@ def test_a_merge_whose_disk_was_full_at_once_can_be_started_again(adapters, tmp_
     with monkeypatch.context() as full:
         full.setattr(files, "create", write_half)
         assert merge.main(arguments) == 2
-    assert "merged can't be written: [Errno 28]" in capsys.readouterr().err
+    assert "merged can't be written: No space left on device" in capsys.readouterr().err
     assert merge.main(arguments) == 0
 
 
