@@ -27,7 +27,7 @@ from qlora_fsdp.runtime import heartbeats
 from qlora_fsdp.runtime.processes import PATIENCE
 from tests.cli.launch import SHORT_STEPS, Command, ForkedLaunch, Launch
 from tests.cli.stages import at_stage
-from tests.helpers.ranks import Meeting
+from tests.helpers.ranks import Meeting, be_a_host
 
 pytestmark = pytest.mark.distributed
 
@@ -92,6 +92,7 @@ def prepare_to_stop(stage: str, due: int, victim: int, holds_store: bool) -> Non
     wait_for_ever_in_collectives()
     if holds_store:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        be_a_host()
         Meeting.new_port()
     if os.environ["RANK"] == str(victim):
         at_stage(stage, due, lambda: os.kill(os.getpid(), signal.SIGSTOP))

@@ -20,7 +20,7 @@ from qlora_fsdp.model import find
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training.run import check_same_settings
 from tests.helpers.quick_config import load_config
-from tests.helpers.ranks import Meeting, run_ranks
+from tests.helpers.ranks import Meeting, be_a_host, run_ranks
 
 pytestmark = pytest.mark.distributed
 STREAMED = ["data.streaming=true", "data.buffer_rows=8", "training.max_steps=1"]
@@ -29,7 +29,7 @@ STREAMED = ["data.streaming=true", "data.buffer_rows=8", "training.max_steps=1"]
 def find_on_each(folders: list[Path]) -> str:
     """Look for the model `here` in a folder of this rank's own, as the first of its node; what went wrong."""
     rank = int(os.environ["RANK"])
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    be_a_host()
     os.chdir(folders[rank])
 
     def no_hub(path: str, **options: object) -> str:
@@ -96,7 +96,7 @@ def test_other_settings_on_another_node_are_refused_on_both(on_rank_1: list[str]
 def read_on_each(files: list[Path], cache: Path, settings: list[str]) -> str:
     """Read this rank's own file, as the first of its node; what went wrong."""
     rank = int(os.environ["RANK"])
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    be_a_host()
     own = [f"data.path={files[rank]}", f"data.cache_folder={cache}"]
     config = load_config(["model=tiny", *own, *(text.replace("FILE", str(files[rank])) for text in settings)])
     Meeting.new_port()

@@ -15,7 +15,7 @@ from qlora_fsdp.common.errors import CheckpointError, Interrupted
 from qlora_fsdp.common.run_key import seal
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Failure, Watch, is_lost_contact
-from tests.helpers.ranks import Meeting, run_ranks
+from tests.helpers.ranks import Meeting, be_a_host, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ def read_another_ranks_failure(text: str) -> tuple[str, int]:
     """What a signal is explained by, and the exit code, if another rank has told of a failure with this text."""
     Meeting.new_port()
     watch = Watch(start_processes(60))
-    watch.store.set("failure", seal(Failure(1, text, 3), ""))
+    watch.store.set("failure", seal(Failure(1, text, 3), watch._key))
     reason = watch.explain(Interrupted(signal.SIGTERM))
     watch.stop()
     stop_processes()
@@ -77,6 +77,7 @@ def test_a_launcher_that_was_killed_is_named_once_with_what_is_saved() -> None:
 
 def fail_without_rank_0(text: str) -> tuple[bool, bool]:
     """Whether a rank ends with its own error where rank 0, which held the store, is gone; and whether it says so."""
+    be_a_host()
     Meeting.new_port()
     shown = list[BaseException]()
     watch, error = Watch(start_processes(60), shown.append), CheckpointError(text)

@@ -226,6 +226,11 @@ def _free_port() -> int:
             return port
 
 
+def be_a_host() -> None:
+    """Let this rank take itself for the only one of its host, so that it meets the others over the network."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
 class Meeting:
     """Where the ranks of a world agree on a new port, so that a process can join one process group after another."""
 

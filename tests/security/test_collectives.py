@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -36,9 +37,10 @@ from qlora_fsdp.common.run_key import NODE_FOLDER, RUN_KEY, find_folder, make_ke
 from qlora_fsdp.launch import rendezvous
 from qlora_fsdp.runtime import packets
 from qlora_fsdp.runtime import processes as processes_module
+from qlora_fsdp.runtime.meeting import PREFIX, compare_secrets
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from tests.cli.launch import SHORT_STEPS, Launch, child_environment
-from tests.helpers.ranks import run_ranks, start_process
+from tests.helpers.ranks import be_a_host, run_ranks, start_process
 
 SOURCE = Path(qlora_fsdp.__file__).parent
 NOBODY = 65534
@@ -72,64 +74,86 @@ def test_nothing_is_unpickled_or_sent_as_an_object() -> None:
     assert found == []
 
 
-def take_place(rank: int) -> None:
-    """Join the group of two ranks as the one that has not come, as another user, by what the store lists."""
+def become_nobody() -> None:
+    """Become another user."""
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    seconds = timedelta(seconds=60)
+
+
+def join_store() -> dist.TCPStore:
+    """The store where ranks meet, as whoever connects has it."""
     port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, 2, is_master=False, timeout=seconds)
-    while not (names := [name for name in store.list_keys() if "attempt-0/" in name]):
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, 2, is_master=False, timeout=timedelta(seconds=60))
+
+
+def take_place(rank: int) -> dist.ProcessGroup:
+    """Join the groups of two ranks as the one that has not come, by what the store lists. The patient group."""
+    seconds = timedelta(seconds=60)
+    store = join_store()
+    while not (names := [name for name in store.list_keys() if re.match(r"\w*attempt-0/", name)]):
         time.sleep(0.01)
     prefix = names[0].partition("/")[0]
     dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=2, timeout=seconds)
-    dist.new_group(backend="gloo", timeout=seconds)
+    return dist.new_group(backend="gloo", timeout=seconds)
 
 
-def tell(collective: str, key: str, mark: Path) -> None:
+def tell(collective: str, patient: dist.ProcessGroup, key: str, mark: Path) -> None:
     """Take part in a collective with a pickle."""
     forged = pickle.dumps(Mark(mark))
-    packet = packets.Packets(None, key, 1)
-    match collective:
+    packet = packets.Packets(patient if collective.endswith("patiently") else None, key, 1)
+    match collective.removesuffix(" patiently"):
         case "share":
             packet.broadcast(forged, 0)
         case "gather":
             packet.gather(forged)
         case "scatter":
             packet.scatter([forged] * 2, 1)
-        case "meeting":
+        case "meeting" | "meeting of threads":
+            group = None if collective == "meeting" else dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
             for _ in range(2):
-                packets._swap([forged[:32].ljust(32, b"0")] * 2, None)
+                packets._swap([forged[:32].ljust(32, b"0")] * 2, group)
 
 
 def ask(processes: Processes, collective: str) -> None:
     """Take part in it as a rank does."""
-    match collective:
+    is_patient = collective.endswith("patiently")
+    match collective.removesuffix(" patiently"):
         case "share":
-            processes.share(None, str)
+            processes.share(None, str, is_patient)
         case "gather":
-            processes.gather("hello", str)
+            processes.gather("hello", str, is_patient)
         case "scatter":
             processes.scatter(None, str, 1)
+        case "meeting of threads":
+            processes.for_thread()
 
 
 def play(collective: str, victim: int, key: str, forger: str, mark: Path) -> str:
     """Rank `victim` trains, and the other one is a stranger, with the secret `forger`. What the victim gets to see."""
     rank = int(os.environ["RANK"])
+    be_a_host()
     if "MASTER_PORT" not in os.environ:  # as under torchrun, another process serves the store
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": os.environ["MEETING_PORT"]}
     if rank != victim:
-        take_place(rank)
+        become_nobody()
         with suppress(RuntimeError, RankError):  # the victim has gone, or is a stranger to the stranger
-            tell(collective, forger, mark)
+            if collective == "secrets":
+                compare_secrets(dist.PrefixStore("first-attempt-0", join_store()), rank, 2, forger)
+            else:
+                tell(collective, take_place(rank), forger, mark)
         return ""
     if key:
         os.environ[RUN_KEY] = key
-    # A collective refuses what is not signed, whether the ranks have proved before who they are or not.
-    proving = mock.patch("qlora_fsdp.runtime.processes.prove_peers") if collective != "meeting" else nullcontext()
+    # A collective refuses what is not signed, whatever the ranks have proved before. The first proof, by the secrets,
+    # is one that a stranger can copy from the rank whose place is taken.
+    ways = {"secrets": "compare_secrets", "meeting": "prove_peers"}
+    skipped = [way for name, way in ways.items() if name != collective]
     try:
-        with proving:
-            ask(start_processes(60, use_cpu=True), collective)
+        with ExitStack() as patches:
+            for way in skipped:
+                patches.enter_context(mock.patch(f"qlora_fsdp.runtime.processes.{way}"))
+            processes = start_processes(60, use_cpu=True)
+        ask(processes, collective)
     except RankError as error:
         return str(error)
     finally:
@@ -137,7 +161,25 @@ def play(collective: str, victim: int, key: str, forger: str, mark: Path) -> str
     return "nothing was refused"
 
 
-COLLECTIVES = {"meeting": 0, "share": 1, "gather": 0, "scatter": 0}  # with the victim's rank
+# With the victim's rank. These are all ways in which ranks tell one another anything but tensors.
+COLLECTIVES = {"secrets": 0, "meeting": 0, "meeting of threads": 0, "share": 1, "gather": 0, "scatter": 0}
+COLLECTIVES |= {"share patiently": 1, "gather patiently": 0}
+
+
+UNSIGNED = ["share", "gather", "scatter"]  # without a secret, nothing is proved where ranks meet
+
+
+def refusal(collective: str, victim: int) -> str:
+    """How the message begins with which the victim ends."""
+    if collective == "secrets":
+        return f"The secret of rank {1 - victim} is not that of rank 0: QLORA_FSDP_RUN_KEY"
+    return f"What came from rank {1 - victim} is not signed with this run's secret"
+
+
+def test_ranks_tell_one_another_nothing_in_another_way() -> None:
+    """Every method of Processes that takes the type of what it gets is among those that are attacked."""
+    takes = {name for name, method in vars(Processes).items() if "kind" in getattr(method, "__annotations__", {})}
+    assert takes - {"_unpack"} == {name for name in COLLECTIVES if hasattr(Processes, name)}
 
 
 @needs_root
@@ -147,13 +189,56 @@ def test_another_user_in_the_place_of_a_rank_is_refused(collective: str, tmp_pat
     tmp_path.chmod(0o777)
     victim, key = COLLECTIVES[collective], make_key()
     said = run_ranks(2, play, collective, victim, key, make_key(), tmp_path / "mark")[victim]
-    assert said.startswith(f"What came from rank {1 - victim} is not signed with this run's secret"), said
+    assert said.startswith(refusal(collective, victim)), said
     assert list(tmp_path.iterdir()) == []
+
+
+def name_a_folder(named: str) -> str:
+    """Rank 1 meets rank 0 on this host, which is a stranger and names a folder. What rank 1 gets to see."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": os.environ["MEETING_PORT"]}
+    if os.environ["RANK"] == "0":
+        become_nobody()
+        dist.PrefixStore("first-attempt-0", join_store()).set("folder", named)
+        return ""
+    try:
+        start_processes(60, use_cpu=True)
+    except RankError as error:
+        return str(error)
+    finally:
+        stop_processes()
+    return "nothing was refused"
 
 
 @needs_root
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["share", "gather", "scatter"])
+@pytest.mark.parametrize("kind", ["of theirs", "open", "link", "../"])
+def test_another_user_names_no_folder_where_ranks_meet(kind: str, tmp_path: Path) -> None:
+    """Under torchrun and accelerate, whose store anybody may write to. What is there is not touched."""
+    with TemporaryDirectory(prefix=PREFIX) as prepared:
+        folder = Path(prepared)
+        named = folder.name.removeprefix(PREFIX)
+        match kind:
+            case "of theirs":
+                os.chown(folder, NOBODY, NOBODY)
+            case "open":
+                folder.chmod(0o755)
+            case "link":
+                folder.rmdir()
+                folder.symlink_to(tmp_path)
+            case "../":
+                tmp_path.chmod(0o700)
+                named = os.path.relpath(tmp_path, f"{folder.parent}/{PREFIX}")
+        said = run_ranks(2, name_a_folder, named)[1]
+        assert said.startswith("rank 1: where rank 0 should have named the folder"), said
+        assert list(tmp_path.iterdir()) == []
+        if kind == "link":
+            folder.unlink()
+            folder.mkdir()
+
+
+@needs_root
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", UNSIGNED)
 def test_without_a_secret_nothing_is_run_either(collective: str, tmp_path: Path) -> None:
     """As with ranks that torchrun starts: whoever comes is taken for a rank, and still makes no object of theirs."""
     tmp_path.chmod(0o777)
@@ -347,14 +432,13 @@ def listening_in_space_of(pid: int) -> set[str]:
 
 @needs_root
 @pytest.mark.distributed
-@pytest.mark.parametrize("key", [make_key(), ""], ids=["with a secret", "without"])
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("collective", "key"), [*((each, make_key()) for each in COLLECTIVES), *((each, "") for each in UNSIGNED)]
+)
 def test_another_user_on_another_host_is_refused(
     collective: str, key: str, spaces: dict[str, str], tmp_path: Path
 ) -> None:
     """As over several hosts under torchrun: its launcher serves the store, and the attacker comes from another host."""
-    if collective == "meeting" and not key:
-        pytest.skip("without a secret nothing is proved where ranks meet")
     tmp_path.chmod(0o777)
     (ours, address), (theirs, _) = spaces.items()
     victim = COLLECTIVES[collective]
@@ -371,9 +455,7 @@ def test_another_user_on_another_host_is_refused(
         attacker.communicate(timeout=300)
     finally:
         server.communicate("\n", timeout=60)
-    expected = f"Rank {1 - victim} told something else than "
-    if key:
-        expected = f"What came from rank {1 - victim} is not signed with this run's secret"
+    expected = refusal(collective, victim) if key else f"Rank {1 - victim} told something else than "
     assert said.startswith(expected), said
     assert list(tmp_path.iterdir()) == []
 

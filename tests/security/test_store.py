@@ -73,21 +73,22 @@ def test_ranks_of_several_nodes_use_no_secret_of_a_node():
     assert find_key({NODE_KEY: "a", RUN_KEY: "b"}, is_one_node=False) == "b" == find_key({RUN_KEY: "b"}, True)
 
 
-def look_at_store(key: str) -> tuple[list[str], int]:
-    """Where this rank serves the store, and the number of ranks that met there."""
+def look_at_store(key: str) -> tuple[set[str], list[int], int]:
+    """Where this rank listens once all have met, at how many ports as a store, and the number of ranks that met."""
     Meeting.new_port()
     os.environ[NODE_KEY] = key
     processes = start_processes(60, use_cpu=True)
     try:
         port, own = int(os.environ["MASTER_PORT"]), psutil.Process().net_connections("inet")
-        served = [c.laddr.ip for c in own if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+        listening = [each.laddr for each in own if each.status == psutil.CONN_LISTEN]
+        served = [address.port for address in listening if address.port == port]
         total = int(processes.sum([1.0])[0])
         Watch(processes).finish()
-        return served, total
+        return {address.ip for address in listening}, served, total
     finally:
         stop_processes()
 
 
 @pytest.mark.distributed
-def test_the_store_of_one_host_is_served_to_this_host_alone():
-    assert run_ranks(2, look_at_store, KEY) == [(["127.0.0.1"], 2), ([], 2)]
+def test_ranks_of_one_host_are_reached_from_this_host_alone_and_leave_the_store():
+    assert run_ranks(2, look_at_store, KEY) == [({"127.0.0.1"}, [], 2)] * 2

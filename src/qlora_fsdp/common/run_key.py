@@ -3,7 +3,8 @@
 The store at which ranks meet over a network answers whoever connects to it, also other users of the host. The ranks get
 the secret, by which they know one another, in their environment, which the system shows to nobody but this user. A
 launcher of one node makes one for its ranks, and the folder where they meet without a network; a job script makes a
-secret for all nodes. Ranks that are started in another way have neither.
+secret for all nodes. Ranks of one host that are started in another way make both (runtime/meeting.py); those of several
+hosts have neither.
 
 Messages of ranks in the store where they met: anybody on the host may write there, so nothing of it is trusted. A
 message is JSON with a signature, for which one needs the secret. One that has no valid signature, is longer than any
@@ -42,11 +43,16 @@ def find_key(environ: Mapping[str, str], is_one_node: bool) -> str:
 def find_folder(environ: Mapping[str, str], is_one_node: bool) -> Path | None:
     """Returns the folder where the ranks of a run meet, if all are on this host and their launcher has made one."""
     folder = environ.get(NODE_FOLDER)
-    if folder is None or not is_one_node:
-        return None
-    found = os.lstat(folder)
-    is_ours_alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return Path(folder) if is_ours_alone else None
+    return Path(folder) if folder is not None and is_one_node and is_own_folder(Path(folder)) else None
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether a folder is there which this user alone can enter."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def seal(message: Any, key: str) -> str:

@@ -52,6 +52,12 @@ class World:
                 f"WORLD_SIZE={num_ranks} is set but RANK is not. Unset WORLD_SIZE to run one process, or start the "
                 "processes with accelerate launch or torchrun, which set both."
             )
+        if environ.get("GROUP_WORLD_SIZE") == "1" and num_ranks != local_num_ranks:
+            raise DeviceError(
+                f"WORLD_SIZE={num_ranks} does not fit LOCAL_WORLD_SIZE={local_num_ranks}, as GROUP_WORLD_SIZE=1 says "
+                "that all ranks are on this host. Another process may have written to the store of the launcher; start "
+                "it again."
+            )
         for name, value, limit_name, limit in (
             ("RANK", rank, "WORLD_SIZE", num_ranks),
             ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_num_ranks),

@@ -5,7 +5,7 @@ LOCAL_RANK, ...). A plain `python -m` starts a single process. Runs on GPUs star
 that are offloaded to the CPU travel over gloo, and so does what ranks tell one another: plain values of a type that the
 receiver names (common/plain_values.py), with a signature (packets.py).
 
-They meet at a key-value store at MASTER_ADDR and MASTER_PORT.
+They meet at a key-value store at MASTER_ADDR and MASTER_PORT; on one host, in a folder of their own (meeting.py).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from qlora_fsdp.common.run_key import find_folder, find_key
 from qlora_fsdp.common.text import first_line, shorten
 from qlora_fsdp.config.world import World
 from qlora_fsdp.runtime.board import Board, FolderBoard
+from qlora_fsdp.runtime.meeting import compare_secrets, enter_folder, leave_folder
 from qlora_fsdp.runtime.packets import Packets, prove_peers
 
 PATIENCE = timedelta(days=7)
@@ -228,18 +229,27 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     # What a launcher keeps outlives a restart of the ranks (--max_restarts), so each attempt has names of its own.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store: Store
+    first_store: Store | None = None  # rank 0 may serve it, and does so until all have met
     try:
+        if "RANK" in os.environ and folder is None:
+            first_store = open_store(world, timeout)
+            agreed = PrefixStore(f"first-{attempt}", first_store)
+            if is_one_node:
+                own = enter_folder(agreed, rank)
+                key, folder = own.key, own.path
+            else:
+                compare_secrets(agreed, rank, num_ranks, key)
         if "RANK" not in os.environ:
             folder, store = None, HashStore()
         elif folder is not None:
             folder = folder / attempt
-            store = FileStore(str(folder), -1)  # nobody removes it but the launcher, with the folder
+            store = FileStore(str(folder), -1)  # it goes with the folder, when the last rank or the launcher ends
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nor can other hosts connect to the ranks
             store.set_timeout(timeout)
         else:
             # With a secret nobody can tell the names beforehand; the store tells who asks which are there by now.
             prefix = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
-            store = PrefixStore(prefix + attempt, open_store(world, timeout))
+            store = PrefixStore(prefix + attempt, first_store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         # NCCL's watchdog aborts a process without saying which rank is missing. So it gets a longer timeout than gloo
         # and the heartbeats, which do say so.
@@ -324,6 +334,7 @@ def stop_processes() -> None:
     """Leave the process group, if this process has joined it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    leave_folder()
 
 
 def rank_0_holds_store() -> bool:

@@ -41,6 +41,7 @@ from qlora_fsdp.common.run_key import seal, unseal
 from qlora_fsdp.common.startup import is_orphan
 from qlora_fsdp.common.text import first_line, printable_lines
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
+from qlora_fsdp.runtime.meeting import leave_folder
 from qlora_fsdp.runtime.processes import Processes, stop_processes
 from qlora_fsdp.runtime.signals import StopSignals
 
@@ -308,6 +309,7 @@ class Watch:
         else:
             self.explain(Interrupted(number))
         sys.stdout.flush()
+        leave_folder()
         os._exit(self._exit_code)
 
     def _talk(self) -> None:

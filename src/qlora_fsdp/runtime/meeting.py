@@ -1,0 +1,145 @@
+"""What ranks agree on at a store before they meet: on one host a folder of their own, over several that they know one
+another.
+
+torchrun and accelerate serve that store at all addresses of the host, to whoever connects, and it lists the names in
+it. On one host the ranks leave it at once: they meet in a folder that only this user can enter, of which the store
+tells nothing but a part of the name. Over several hosts they stay there, under names that are made from the run's
+secret (common/run_key.py). Ranks with unlike secrets would wait for one another there, so these are compared first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hmac
+import os
+import re
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from qlora_fsdp.common.errors import RankError
+from qlora_fsdp.common.run_key import is_own_folder, make_key
+
+PREFIX = "qlora-fsdp-"
+ANSWER_SECONDS = 10.0  # for other ranks to read that they have unlike secrets, before the store may be gone
+
+
+@dataclass
+class OwnFolder:
+    """The folder of the ranks of one host, until the last of them leaves it.
+
+    Attributes:
+        path: where it is.
+        key: the run's secret, which is in it.
+        lock: a descriptor of a file in it on which each rank that is there has a lock. The system ends the lock of one
+            that was killed.
+    """
+
+    path: Path
+    key: str
+    lock: int
+
+    def leave(self) -> None:
+        """Removes the folder, if no other rank is there any more."""
+        fcntl.lockf(self.lock, fcntl.LOCK_UN)
+        with suppress(OSError):  # another rank is there
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+_entered: list[OwnFolder] = []  # by this process, which has yet to leave it
+
+
+def enter_folder(store: Store, rank: int) -> OwnFolder:
+    """Makes a folder on rank 0, and finds it on the others. Collective.
+
+    Args:
+        store: where anybody may write.
+        rank: this process's.
+
+    Raises:
+        RankError: what the store tells is no folder of this user's own.
+    """
+    if rank == 0:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        (path / "key").write_text(make_key())
+        folder = _enter(path)
+        store.set("folder", path.name.removeprefix(PREFIX))
+        return folder
+    told = store.get("folder").decode(errors="replace")
+    path = Path(tempfile.gettempdir()) / f"{PREFIX}{told}"
+    if not re.fullmatch(r"\w{1,64}", told) or not is_own_folder(path):
+        raise RankError(
+            f"rank {rank}: where rank 0 should have named the folder in which the ranks of this host meet, there is "
+            f"none of this user's in {path.parent}. Another process has written to the store at MASTER_ADDR, or the "
+            "ranks are on several hosts: then set LOCAL_WORLD_SIZE to the number on each. See docs/security.md."
+        )
+    return _enter(path)
+
+
+def _enter(path: Path) -> OwnFolder:
+    lock = os.open(path / "key", os.O_RDWR | os.O_NOFOLLOW)
+    fcntl.lockf(lock, fcntl.LOCK_SH)
+    folder = OwnFolder(path, os.pread(lock, 64, 0).decode(), lock)
+    _entered.append(folder)
+    atexit.register(leave_folder)
+    return folder
+
+
+def leave_folder() -> None:
+    """Leaves the folder that this rank has entered, if any."""
+    while _entered:
+        _entered.pop().leave()
+
+
+def compare_secrets(store: Store, rank: int, num_ranks: int, key: str) -> None:
+    """Sees that all ranks have the same secret, or none. Collective.
+
+    Rank 0 compares what each rank makes of its own, and tells the others, signed, which ranks have not got its secret.
+
+    Args:
+        store: where anybody may write, and thereby have the run end with this error.
+        rank: this process's.
+        num_ranks: of the run.
+        key: this rank's secret; empty for none.
+
+    Raises:
+        RankError: they have not, on all ranks.
+    """
+    if rank == 0:
+        others = range(1, num_ranks)
+        known = store.multi_get([f"secret/{other}" for other in others]) if num_ranks > 1 else []
+        unlike = [other for other, mark in zip(others, known, strict=True) if not _is(mark, _mark(key, str(other)))]
+        verdict = " ".join(map(str, unlike))
+        store.set("unlike", f"{_mark(key, f'unlike {verdict}')} {verdict}")
+        if unlike:
+            with suppress(dist.DistError, RuntimeError):
+                store.wait([f"told/{other}" for other in others], timedelta(seconds=ANSWER_SECONDS))
+    else:
+        store.set(f"secret/{rank}", _mark(key, str(rank)))
+        mark, _, verdict = store.get("unlike").decode(errors="replace").partition(" ")
+        store.set(f"told/{rank}", "")
+        is_of_rank_0 = _is(mark.encode(), _mark(key, f"unlike {verdict}"))
+        unlike = [int(other) for other in verdict.split()] if is_of_rank_0 else [rank]
+    if unlike:
+        which = f"rank {unlike[0]}" if len(unlike) == 1 else f"ranks {', '.join(map(str, unlike[:8]))}"
+        raise RankError(
+            f"The secret of {which} is not that of rank 0: QLORA_FSDP_RUN_KEY has to be the same on all hosts, or unset "
+            "on all. See docs/security.md."
+        )
+
+
+def _mark(key: str, about: str) -> str:
+    return hmac.digest(key.encode(), f"meeting: {about}".encode(), "sha256").hex()
+
+
+def _is(found: bytes, expected: str) -> bool:
+    return hmac.compare_digest(found, expected.encode())
