@@ -7,9 +7,11 @@ a pickle that would leave a mark as the user who trains.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
+import signal
 import socket
 import stat
 import subprocess
@@ -299,8 +301,7 @@ def test_a_store_is_served_at_the_address_that_ranks_are_told(address: str, list
 
 def pester(ports: list[int]) -> None:
     """Connect to whatever listens, as another user, and say something."""
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    become_nobody()
     for port in ports:
         for text in (b"\x00" * 8, b"\x01" + b"\x00" * 7, b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
@@ -326,6 +327,42 @@ def test_ranks_of_one_host_meet_where_nobody_else_can_go(tmp_path: Path) -> None
         assert int(environ["MASTER_PORT"]) not in ports
         start_process(pester, ports).join()
         assert run.finish() == 0, run.output
+    finally:
+        run.kill()
+    assert not folder.exists()
+
+
+def rewrite_store(port: int) -> None:
+    """Write something else under each name that the store tells, as another user."""
+    become_nobody()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = join_store()
+    names = store.list_keys()
+    assert any("folder" in name for name in names), "the ranks have met by it"
+    for name in names:
+        store.set(name, "theirs")
+
+
+@needs_root
+@pytest.mark.distributed
+def test_ranks_of_accelerate_leave_the_store_where_others_write(tmp_path: Path) -> None:
+    """It is accelerate's, at all addresses, and nothing that is written there reaches the ranks once they have met."""
+    run = Launch(tmp_path, "accelerate", *TINY, *SHORT_STEPS, "training.max_steps=100000")
+    try:
+        run.wait_for_steps(1)
+        ranks = [run.rank(0), run.rank(1)]
+        sockets = [each for rank in ranks for each in rank.net_connections("inet")]
+        assert {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+        opened = [Path(file.path) for rank in ranks for file in rank.open_files()]
+        (folder,) = {file.parent for file in opened if file.name == "key"}
+        assert folder.name.startswith(PREFIX) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        attacker = start_process(rewrite_store, int(ranks[0].environ()["MASTER_PORT"]))
+        attacker.join()
+        assert attacker.exitcode == 0
+        run.wait_for_steps((run.run_folder / "metrics.jsonl").read_text().count("\n") + 10)
+        ranks[1].send_signal(signal.SIGINT)
+        run.finish()
+        assert len(run.errors) == 1 and run.errors[0].startswith("Interrupted by SIGINT. Step "), run.output
     finally:
         run.kill()
     assert not folder.exists()
@@ -360,19 +397,7 @@ def test_launchers_of_one_host_meet_in_a_file(tmp_path: Path, monkeypatch: pytes
 
 SPACES = {"ours": "10.201.7.1", "theirs": "10.201.7.2"}
 PORT = 29411
-IN_A_SPACE = """
-import sys
-from pathlib import Path
-from tests.security.test_collectives import play
-collective, victim, key, forger, mark = sys.argv[1:]
-print(play(collective, int(victim), key, forger, Path(mark)))
-"""
-SERVE = f"""
-from torch.distributed import TCPStore
-store = TCPStore("{SPACES["ours"]}", {PORT}, is_master=True, wait_for_workers=False)
-print("serving", flush=True)
-input()
-"""
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 @pytest.fixture
@@ -408,7 +433,20 @@ def start_in(space: str, wire: str, argv: list[str], **environ: str) -> subproce
     paths = {"PYTHONPATH": f"{SOURCE.parent}:{SOURCE.parents[1]}", "GLOO_SOCKET_IFNAME": wire}
     own = child_environment() | paths | environ
     words = ["ip", "netns", "exec", space, sys.executable, *argv]
-    return subprocess.Popen(words, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def start_hosts(spaces: dict[str, str], keys: tuple[str, str], *settings: str) -> list[subprocess.Popen[str]]:
+    """`run_accelerate` on two hosts, each with a rank and a secret of its own."""
+    address = next(iter(spaces.values()))
+    common = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", address, "--multi_gpu"]
+    hosts = []
+    for rank, (space, key) in enumerate(zip(spaces, keys, strict=True)):
+        told = ["--machine_rank", str(rank), *common, "--main_process_port", str(PORT)]
+        argv = ["-m", "qlora_fsdp.launch.run_accelerate", *told, "-m", "qlora_fsdp.train", *TINY, *settings]
+        environ = {RUN_KEY: key, "ACCELERATE_USE_CPU": "true"}
+        hosts.append(start_in(space, f"wire{rank}", argv, **environ))
+    return hosts
 
 
 def listening_in_space_of(pid: int) -> set[str]:
@@ -430,32 +468,38 @@ def listening_in_space_of(pid: int) -> set[str]:
     return found
 
 
+def play_apart(spaces: dict[str, str], collective: str, victim: int, *rest: Any) -> str:
+    """`play`, each rank in its network namespace, and the store in that of the victim."""
+    is_victim = int(os.environ["RANK"]) == victim
+    ours, theirs = spaces
+    space = Path("/run/netns") / (ours if is_victim else theirs)
+    with space.open() as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.environ |= {"MASTER_ADDR": spaces[ours], "MASTER_PORT": str(PORT), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "wire0" if is_victim else "wire1"
+    served = dist.TCPStore(spaces[ours], PORT, is_master=True, wait_for_workers=False) if is_victim else None
+    try:
+        return play(collective, victim, *rest)
+    finally:
+        del served
+
+
 @needs_root
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("collective", "key"), [*((each, make_key()) for each in COLLECTIVES), *((each, "") for each in UNSIGNED)]
+    ("collective", "has_secret"), [*((each, True) for each in COLLECTIVES), *((each, False) for each in UNSIGNED)]
 )
 def test_another_user_on_another_host_is_refused(
-    collective: str, key: str, spaces: dict[str, str], tmp_path: Path
+    collective: str, has_secret: bool, spaces: dict[str, str], tmp_path: Path
 ) -> None:
     """As over several hosts under torchrun: its launcher serves the store, and the attacker comes from another host."""
     tmp_path.chmod(0o777)
-    (ours, address), (theirs, _) = spaces.items()
     victim = COLLECTIVES[collective]
-    forger = make_key() if key else ""
-    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
-    common |= {"MASTER_PORT": str(PORT), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    server = start_in(ours, "wire0", ["-c", SERVE])
-    try:
-        assert server.stdout is not None and server.stdout.readline() == "serving\n"
-        argv = ["-c", IN_A_SPACE, collective, str(victim), key, forger, str(tmp_path / "mark")]
-        attacked = start_in(ours, "wire0", argv, **common, RANK=str(victim))
-        attacker = start_in(theirs, "wire1", argv, **common, RANK=str(1 - victim))
-        said = attacked.communicate(timeout=300)[0]
-        attacker.communicate(timeout=300)
-    finally:
-        server.communicate("\n", timeout=60)
-    expected = refusal(collective, victim) if key else f"Rank {1 - victim} told something else than "
+    key, forger = (make_key(), make_key()) if has_secret else ("", "")
+    mark = tmp_path / "mark"
+    said = run_ranks(2, play_apart, spaces, collective, victim, key, forger, mark)[victim]
+    expected = refusal(collective, victim) if has_secret else f"Rank {1 - victim} told something else than "
     assert said.startswith(expected), said
     assert list(tmp_path.iterdir()) == []
 
@@ -466,15 +510,9 @@ def test_the_store_of_several_launchers_is_served_at_the_main_ones_address(
     spaces: dict[str, str], tmp_path: Path
 ) -> None:
     """Two hosts train together by `run_accelerate`, and nothing listens at all addresses of a host."""
-    (ours, address), (theirs, _) = spaces.items()
-    common = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", address, "--multi_gpu"]
-    run = [*TINY, "training.max_steps=2", f"run.folder={tmp_path / 'run'}"]
-    environ = {RUN_KEY: make_key(), "ACCELERATE_USE_CPU": "true"}
-    hosts = []
-    for rank, (space, wire) in enumerate(((ours, "wire0"), (theirs, "wire1"))):
-        told = ["--machine_rank", str(rank), *common, "--main_process_port", str(PORT)]
-        argv = ["-m", "qlora_fsdp.launch.run_accelerate", *told, "-m", "qlora_fsdp.train", *run]
-        hosts.append(start_in(space, wire, argv, **environ))
+    address = next(iter(spaces.values()))
+    key = make_key()
+    hosts = start_hosts(spaces, (key, key), "training.max_steps=2", f"run.folder={tmp_path / 'run'}")
     listening: set[str] = set()
     while hosts[0].poll() is None:
         with suppress(OSError):
@@ -484,3 +522,20 @@ def test_the_store_of_several_launchers_is_served_at_the_main_ones_address(
     said = [host.communicate(timeout=300)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
     assert listening == {address}
+
+
+@needs_root
+@pytest.mark.distributed
+@pytest.mark.parametrize("other", [make_key(), ""], ids=["another", "none"])
+def test_hosts_with_unlike_secrets_end_soon_and_say_so(other: str, spaces: dict[str, str], tmp_path: Path) -> None:
+    """They would wait for one another for distributed.timeout_seconds, which is longer than this test waits."""
+    waiting = ["distributed.timeout_seconds=7200", "training.max_steps=2"]
+    hosts = start_hosts(spaces, (make_key(), other), *waiting, f"run.folder={tmp_path / 'run'}")
+    try:
+        said = [host.communicate(timeout=300)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [6, 6], said
+    for text in said:
+        assert text.count("Error: The secret of rank 1 is not that of rank 0: QLORA_FSDP_RUN_KEY has to be") == 1, text
