@@ -26,6 +26,7 @@ from tests.helpers.ranks import StartedRanks, start_process
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "helpers" / "bin" / "qlora-fsdp"  # the command of its own
+GUARD = ROOT / "tests" / "helpers" / "guard"
 SHORT_STEPS = ["training.micro_batch_size=1", "training.global_batch_size=null"]  # a sequence a rank
 LAUNCHERS = {
     "qlora-fsdp": [str(SCRIPT), "train"],
@@ -50,11 +51,13 @@ LAUNCHERS = {
 def child_environment(gpus: bool = False) -> dict[str, str]:
     """The variables of a process that a test starts: it finds this package, and is told nothing of other runs.
 
+    It unpickles nothing of a peer (tests/helpers/guard).
+
     Args:
         gpus: let it have every GPU that there is; else it sees none.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
-    paths = [str(Path(qlora_fsdp.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(GUARD), str(Path(qlora_fsdp.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return own if gpus else own | {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -24,10 +24,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.helpers.guard.unpickle_nothing import refuse_objects
 
 PRELOADED = ["tests.helpers.preloaded"]
 GRACE_SECONDS = 3.0  # for the other ranks to say what they think went wrong, once one has failed
@@ -185,7 +187,7 @@ def _run_rank(
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR2, chain=True)  # `kill` asks where the threads stand; then the process ends
     torch.set_num_threads(1)
-    _unpickle_nothing()
+    refuse_objects(dist.distributed_c10d, dist)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -202,20 +204,6 @@ def _run_rank(
     except BaseException:
         message = (None, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(message))  # not `send`, which hands tensors over as files that end with the process
-
-
-def _unpickle_nothing() -> None:
-    """Let every collective of torch that unpickles what a peer has sent fail, whoever calls it in a rank of a test."""
-
-    def refused(*arguments: Any, **named: Any) -> NoReturn:
-        raise AssertionError("an object of a peer would be unpickled")
-
-    found = [name for name in vars(dist.distributed_c10d) if "object" in name and callable(getattr(dist, name, None))]
-    assert {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"} <= set(found)
-    for name in found:
-        setattr(dist, name, refused)
-        setattr(dist.distributed_c10d, name, refused)
-    dist.distributed_c10d._tensor_to_object = refused
 
 
 def _free_port() -> int:

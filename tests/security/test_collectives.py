@@ -61,7 +61,7 @@ class Mark:
 
 
 def test_nothing_is_unpickled_or_sent_as_an_object() -> None:
-    """No module knows how to. In ranks of tests libraries' collectives of objects fail (tests/helpers/ranks.py)."""
+    """No module knows how to. In all ranks of tests libraries' collectives of objects fail (tests/helpers/guard)."""
     words = re.compile(
         r"pickle|\bdill\b|marshal|shelve|joblib|_object_list|broadcast_object|gather_object|scatter_object"
     )
@@ -74,6 +74,25 @@ def test_nothing_is_unpickled_or_sent_as_an_object() -> None:
         if words.search(harmless.sub("", line))
     ]
     assert found == []
+
+
+OBJECTS = """
+import torch.distributed as dist
+from accelerate.utils import operations
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for call in (dist.broadcast_object_list, operations.torch.distributed.all_gather_object, dist.recv_object_list):
+    try:
+        call([None], [None])
+    except AssertionError as error:
+        print(error)
+"""
+
+
+def test_a_command_that_a_test_starts_would_fail_by_an_object_of_a_peer() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OBJECTS], env=child_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["an object of a peer would be unpickled"] * 3
 
 
 def become_nobody() -> None:
@@ -430,8 +449,7 @@ def spaces() -> Iterator[dict[str, str]]:
 
 def start_in(space: str, wire: str, argv: list[str], **environ: str) -> subprocess.Popen[str]:
     """A command in a network namespace, as on a host of its own."""
-    paths = {"PYTHONPATH": f"{SOURCE.parent}:{SOURCE.parents[1]}", "GLOO_SOCKET_IFNAME": wire}
-    own = child_environment() | paths | environ
+    own = child_environment() | {"GLOO_SOCKET_IFNAME": wire} | environ
     words = ["ip", "netns", "exec", space, sys.executable, *argv]
     return subprocess.Popen(words, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

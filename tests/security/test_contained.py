@@ -117,6 +117,12 @@ def growing(factor: int, times: int) -> Callable[[dict[str, Any]], Any]:
     return lambda values: values.update(normalizer={"type": "Sequence", "normalizers": [step] * times})
 
 
+def growing_texts(values: dict[str, Any]) -> None:
+    """A tokenizer.json that makes gigabytes of one word's tokens."""
+    step = {"type": "Replace", "pattern": {"String": "magic"}, "content": "magic" * 30}
+    values.update(decoder={"type": "Sequence", "decoders": [values["decoder"], {"type": "Fuse"}, *[step] * 6]})
+
+
 def splitting(expression: str) -> Callable[[dict[str, Any]], Any]:
     how = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     return lambda values: values.update(pre_tokenizer=how)
@@ -129,8 +135,9 @@ def splitting(expression: str) -> Callable[[dict[str, Any]], Any]:
         (growing(3, 17), r"its loading takes more than 2 s"),
         (growing(1000, 1), r"it makes [\d,]+ tokens of \d+ characters"),
         (splitting("(a|aa)+$"), "retry-limit-in-match"),
+        (growing_texts, r"its decoder may make 729,000,000 characters of one"),
     ],
-    ids=["gigabytes", "minutes", "growth", "regex"],
+    ids=["gigabytes", "minutes", "growth", "regex", "decoder"],
 )
 def test_a_tokenizer(
     change: Callable[[dict[str, Any]], Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
@@ -210,17 +217,12 @@ def growing_words(values: dict[str, Any]) -> None:
     values.update(normalizer={"type": "Sequence", "normalizers": [step] * 5})
 
 
-def growing_texts(values: dict[str, Any]) -> None:
-    """One that makes them of one word's tokens."""
-    step = {"type": "Replace", "pattern": {"String": "magic"}, "content": "magic" * 30}
-    values.update(decoder={"type": "Sequence", "decoders": [values["decoder"], {"type": "Fuse"}, *[step] * 6]})
-
-
 @pytest.mark.parametrize("change", [growing_words, growing_texts])
 def test_a_prompt_and_an_answer_with_which_nobody_has_tried_it(
     change: Callable[[dict[str, Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As generate and chat have them: neither memory nor Ctrl-C is lost to a word that the file waits for."""
+    monkeypatch.setattr(tokenizer_module, "_try_loading", lambda *args: None)
     tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", change), DataConfig())
     real = contained.call
     monkeypatch.setattr(tokenizer_module, "call", lambda *args: real(*args, seconds=2.0, num_bytes=2**30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -39,7 +40,7 @@ from qlora_fsdp.data.stop_tokens import BYTES, remember_stop_tokens
 from qlora_fsdp.data.template_arguments import remember_template_arguments
 
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
-MOST_TOKENS = 64  # of a character
+MOST_TOKENS = 64  # of a character; and characters that a decoder makes of one
 # What a tokenizer is tried with: letters of many kinds, and runs of them, which regular expressions may not get over.
 PROBE = (
     f"{string.printable} {'a' * 64}{'ab ' * 32}{' ' * 64}"
@@ -407,6 +408,22 @@ def _use_once(place: str, revision: str | None, trust_remote_code: bool, is_offl
     text = tokenizer.decode(ids)
     if len(text) > MOST_TOKENS * len(PROBE):
         raise ValueError(f"it makes {len(text):,} characters of {len(ids):,} tokens")
+    decoder: Any = getattr(tokenizer, "backend_tokenizer", None) and tokenizer.backend_tokenizer.decoder
+    growth = 1.0 if decoder is None else _growth(json.loads(decoder.__getstate__()))
+    if growth > MOST_TOKENS:
+        raise ValueError(f"its decoder may make {growth:,.0f} characters of one")
+
+
+def _growth(decoder: Mapping[str, Any]) -> float:
+    """How many characters a decoder of tokenizer.json may make of one: the last tokens of a text are decoded anywhere.
+
+    Of its steps only `Replace` makes a text longer.
+    """
+    steps = decoder.get("decoders", [])
+    if decoder["type"] == "Replace":
+        replaced = decoder["pattern"].get("String", " ")  # a regular expression may stand for a single character
+        return max(1.0, len(decoder["content"]) / max(1, len(replaced)))
+    return math.prod(_growth(step) for step in steps)
 
 
 def _mark_of_trial(place: str, revision: str | None) -> Path | None:
@@ -417,7 +434,8 @@ def _mark_of_trial(place: str, revision: str | None) -> Path | None:
     folder = Path(found) if Path(found).is_dir() else Path(found).parent
     names = sorted(file.name for file in folder.iterdir() if file.is_file() and file.suffix not in WEIGHTS)
     try:
-        told = [__version__, tokenizers.__version__, transformers.__version__, PROBE, digest_files(folder, names)]
+        told = [__version__, tokenizers.__version__, transformers.__version__, PROBE, MOST_TOKENS]
+        told.append(digest_files(folder, names))
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         return find_cache(None, TRIED_FOLDER) / key
     except (OSError, ConfigError):
