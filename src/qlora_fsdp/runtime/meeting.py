@@ -1,5 +1,4 @@
-"""What ranks agree on at a store before they meet: on one host a folder of their own, over several that they know one
-another.
+"""What ranks agree on at a store before they meet: a folder of their own on one host, a secret over several.
 
 torchrun and accelerate serve that store at all addresses of the host, to whoever connects, and it lists the names in
 it. On one host the ranks leave it at once: they meet in a folder that only this user can enter, of which the store
@@ -132,8 +131,8 @@ def compare_secrets(store: Store, rank: int, num_ranks: int, key: str) -> None:
     if unlike:
         which = f"rank {unlike[0]}" if len(unlike) == 1 else f"ranks {', '.join(map(str, unlike[:8]))}"
         raise RankError(
-            f"The secret of {which} is not that of rank 0: QLORA_FSDP_RUN_KEY has to be the same on all hosts, or unset "
-            "on all. See docs/security.md."
+            f"The secret of {which} is not that of rank 0: QLORA_FSDP_RUN_KEY has to be the same on all hosts, or "
+            "unset on all. See docs/security.md."
         )
 
 

@@ -104,6 +104,7 @@ class Watch:
         self.neighbours = Neighbours(processes)  # all ranks meet here, so each has written a beat
         self._unwinding = threading.Event()
         self._explained = threading.Event()
+        self._explaining = threading.Lock()
         self._stopped = threading.Event()
         self._exit_code = 1
         self._is_told = False
@@ -154,6 +155,10 @@ class Watch:
             `error` itself if it is the first failure of any rank; otherwise a RankError that says which failure was.
         """
         self._unwinding.set()
+        with self._explaining:  # a busy main thread may notice just as the first thread ends this process in its place
+            return self._explain(error)
+
+    def _explain(self, error: BaseException) -> BaseException:
         self.signals.stop_raising()
         if (interrupted := find_interrupted(error)) is not None:
             error = interrupted if interrupted.detail else Interrupted(interrupted.number, self.kept())
