@@ -248,6 +248,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
             store.set_timeout(timeout)
         else:
             # With a secret nobody can tell the names beforehand; the store tells who asks which are there by now.
+            assert first_store is not None
             prefix = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
             store = PrefixStore(prefix + attempt, first_store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
