@@ -104,12 +104,12 @@ def become_nobody() -> None:
 def join_store() -> dist.TCPStore:
     """The store where ranks meet, as whoever connects has it."""
     port = int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(os.environ["MASTER_ADDR"], port, 2, is_master=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, 2, is_master=False, timeout=timedelta(seconds=300))
 
 
 def take_place(rank: int) -> dist.ProcessGroup:
     """Join the groups of two ranks as the one that has not come, by what the store lists. The patient group."""
-    seconds = timedelta(seconds=60)
+    seconds = timedelta(seconds=300)
     store = join_store()
     while not (names := [name for name in store.list_keys() if re.match(r"\w*attempt-0/", name)]):
         time.sleep(0.01)
@@ -130,7 +130,7 @@ def tell(collective: str, patient: dist.ProcessGroup, key: str, mark: Path) -> N
         case "scatter":
             packet.scatter([forged] * 2, 1)
         case "meeting" | "meeting of threads":
-            group = None if collective == "meeting" else dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+            group = None if collective == "meeting" else dist.new_group(backend="gloo", timeout=timedelta(seconds=300))
             for _ in range(2):
                 packets._swap([forged[:32].ljust(32, b"0")] * 2, group)
 
@@ -173,7 +173,7 @@ def play(collective: str, victim: int, key: str, forger: str, mark: Path) -> str
         with ExitStack() as patches:
             for way in skipped:
                 patches.enter_context(mock.patch(f"qlora_fsdp.runtime.processes.{way}"))
-            processes = start_processes(60, use_cpu=True)
+            processes = start_processes(300, use_cpu=True)
         ask(processes, collective)
     except RankError as error:
         return str(error)
@@ -222,7 +222,7 @@ def name_a_folder(named: str) -> str:
         dist.PrefixStore("first-attempt-0", join_store()).set("folder", named)
         return ""
     try:
-        start_processes(60, use_cpu=True)
+        start_processes(300, use_cpu=True)
     except RankError as error:
         return str(error)
     finally:
