@@ -298,10 +298,20 @@ def group_by_length(order: Indices, lengths: NDArray[np.int64], size: int) -> In
     return np.concatenate(parts)
 
 
-def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> Sequences:
-    """Packs the rows `row_ids` of `rows` into sequences, or makes each of them a sequence."""
+def make_sequences(
+    rows: Rows, row_ids: Indices, settings: SequenceSettings, room: NDArray[np.int64] | None = None
+) -> Sequences:
+    """Packs the rows `row_ids` of `rows` into sequences, or makes each of them a sequence.
+
+    Args:
+        rows: the rows.
+        row_ids: those of them to use.
+        settings: whether and how to pack.
+        room: the tokens that each of `rows` takes of a sequence that is packed; None: its own.
+    """
     if settings.packing:
-        order, starts = assign_packs(rows.lengths[row_ids], settings.max_length, settings.seed)
+        lengths = rows.lengths if room is None else room
+        order, starts = assign_packs(lengths[row_ids], settings.max_length, settings.seed)
         row_ids = row_ids[order]
     else:
         starts = np.arange(len(row_ids) + 1, dtype=np.int64)

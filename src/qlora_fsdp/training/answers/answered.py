@@ -26,11 +26,13 @@ class AnsweredRows:
         prompts: token ids of each row's prompt.
         completions: each row's answer.
         counts: which of them the loss is about.
+        room: the tokens that each row takes of a sequence that is packed, [num_rows]; None: its own.
     """
 
     prompts: Sequence[list[int]]
     completions: Sequence[Completion]
     counts: NDArray[np.bool_]
+    room: NDArray[np.int64] | None = None
 
     num_answers = 0
     key = ""
@@ -106,7 +108,7 @@ class AnsweredStep:
     @classmethod
     def of(cls, rows: AnsweredRows, settings: SequenceSettings, split: BatchSplit, rank: int) -> AnsweredStep:
         """Lay out the rows of a step; `split` says how ranks share sequences."""
-        sequences = make_sequences(rows, np.arange(len(rows.prompts)), settings)
+        sequences = make_sequences(rows, np.arange(len(rows.prompts)), settings, rows.room)
         size = split.micro_batch_size
         everything = np.arange(len(sequences))
         micro = micro_batch_indices(everything, rank=rank, num_ranks=split.num_groups, micro_batch_size=size)

@@ -96,9 +96,10 @@ class FromTeacher:
         return found
 
     def rows(self, answered: Answered) -> AnsweredRows:
-        """The answers as rows, all of which count."""
+        """The answers as rows, all of which count, with room in a packed sequence for the teacher's prompts too."""
         prompts = [question.tokens for question in answered.asked]
-        return AnsweredRows(prompts, answered.completions, np.ones(len(prompts), dtype=bool))
+        own = AnsweredRows(prompts, answered.completions, np.ones(len(prompts), dtype=bool))
+        return replace(own, room=np.maximum(own.lengths, _teachers(answered).lengths))
 
     def num_targets(self, rows: AnsweredRows) -> int:
         """Losses are divided by the number of tokens."""
@@ -110,20 +111,20 @@ class FromTeacher:
 
     def _batches(self, answered: Answered, laid: AnsweredStep) -> Iterator[Batch]:
         rows = laid.rows
-        asked = [question.teacher_tokens for question in answered.asked]
-        teachers = None if asked == rows.prompts else AnsweredRows(asked, rows.completions, rows.counts)
+        teachers = _teachers(answered)
+        has_own = teachers.prompts != rows.prompts
         for indices, of_sequences in zip(laid.micro, laid.laid_rows(), strict=True):
             batch = collate(laid.sequences, indices, micro_batch_size=laid.micro_batch_size)
             sampled = [value for ids in of_sequences for row in ids for value in rows.completions[row].log_probs]
             taught = Taught(
                 positions=_target_positions(batch),
                 sampled=torch.tensor(sampled, dtype=torch.float32),
-                asked=None if teachers is None else self._lay_out(teachers, of_sequences),
+                asked=self._lay_out(teachers, of_sequences) if has_own else None,
             )
             yield replace(batch, label_positions=taught.positions, taught=taught)
 
     def _lay_out(self, rows: AnsweredRows, of_sequences: Sequence[Sequence[int]]) -> Batch:
-        """The teacher's rows, those of each sequence together, however long that is: no gradient is kept of them."""
+        """The teacher's rows, those of each sequence together: at most max_length tokens, as `rows` made room."""
         longest = max(sum(int(rows.lengths[row]) for row in ids) for ids in of_sequences)
         length = round_up(max(1, longest), LENGTH_MULTIPLE)
         read = [[rows.read(row)[0] for row in ids] for ids in of_sequences]
@@ -147,6 +148,12 @@ class FromTeacher:
         self.model.train(was_training)
         [loss] = self.processes.sum([total])
         return {"loss": loss / self.num_targets(rows), **self.model.take_metrics(self.processes)}
+
+
+def _teachers(answered: Answered) -> AnsweredRows:
+    """The same answers after the teacher's prompts."""
+    prompts = [question.teacher_tokens for question in answered.asked]
+    return AnsweredRows(prompts, answered.completions, np.ones(len(prompts), dtype=bool))
 
 
 def _target_positions(batch: Batch) -> torch.Tensor:
