@@ -186,6 +186,47 @@ def test_teachers_get_prompts_of_their_own_and_rows_have_answers(tmp_path: Path)
         assert text in str(prepared.report)
 
 
+@pytest.mark.parametrize("own", [{}, {"system": "Be brief."}])
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be nice."}]])
+def test_the_teachers_system_prompt_takes_the_place_of_the_rows(
+    tmp_path: Path, own: dict[str, str], before: list[dict[str, str]]
+) -> None:
+    rows = [{"prompt": [*before, {"role": "user", "content": "2 + 2"}], **own}]
+    more = ["task=distill", "distill.teacher_system_prompt=Think.", "training.max_length=200"]
+    more += ["data.chat_template=chatml", "data.system_prompt=Be quick."]
+    spec = spec_of(write_lines(tmp_path / "rows.jsonl", rows), *more)
+    tokenizer = byte_tokenizer()
+    question = question_of(prepare_questions(spec, tokenizer, one_process(), VOCAB).train, 0)
+    rest = "<|im_end|>\n<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(question.teacher_tokens) == f"<bos><|im_start|>system\nThink.{rest}"
+    assert "Think." not in tokenizer.decode(question.tokens)
+
+
+def test_a_teachers_prompt_is_text_or_messages_as_the_prompt_is(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2 + 2"}]
+    rows = [{"prompt": chat, "hinted": "4"}, {"prompt": "2 + 2", "hinted": chat}, {"prompt": chat, "hinted": chat}]
+    more = ["task=distill", HINTED, "training.max_length=200", "data.chat_template=chatml"]
+    spec = spec_of(write_lines(tmp_path / "rows.jsonl", rows), *more)
+    prepared = prepare_questions(spec, byte_tokenizer(), one_process(), VOCAB)
+    assert len(prepared.train) == 1
+    assert "hinted is text, and the prompt is a list of messages; write both as messages" in str(prepared.report)
+    assert "hinted is a list of messages, and the prompt is text; write both as messages" in str(prepared.report)
+
+
+@pytest.mark.parametrize("column", ["prompt", "hinted", "completion"])
+@pytest.mark.parametrize("setting", ["data.path", "data.eval_path"])
+def test_tokens_that_the_model_has_not_are_refused_wherever_they_are(tmp_path: Path, column: str, setting: str) -> None:
+    row = {"prompt": "a", "hinted": "b", "completion": "c"}
+    right = write_lines(tmp_path / "rows.jsonl", [row])
+    wrong = write_lines(tmp_path / "wrong.jsonl", [{**row, column: "<new>"}])
+    more = ["task=distill", HINTED, "distill.lmbda=0.5", f"{setting}={wrong}"]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    largest = tokenizer.convert_tokens_to_ids("<new>")
+    with pytest.raises(DataError, match=f"wrong.jsonl has token {largest}, but the model has only {largest}"):
+        prepare_questions(spec_of(right, *more), tokenizer, one_process(), vocab_size=largest)
+
+
 @pytest.mark.parametrize(
     ("rows", "more", "told"),
     [

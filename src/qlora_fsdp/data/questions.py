@@ -28,6 +28,7 @@ from qlora_fsdp.data.chats.conversation import read_conversation
 from qlora_fsdp.data.chats.written import check_words, check_written
 from qlora_fsdp.data.columns import COMMON_NAMES, find_absent, rename, show_keys
 from qlora_fsdp.data.counts import DataReport, ProblemCounter, ReadReport
+from qlora_fsdp.data.message import SYSTEM
 from qlora_fsdp.data.read import Paths, find_source, iterate_rows, name_setting
 from qlora_fsdp.data.row import (
     EMPTY,
@@ -79,6 +80,11 @@ class Question:
         """Whether the prompt is a conversation, so that the answer is a message."""
         return isinstance(self.prompt, list)
 
+    @property
+    def max_token_id(self) -> int:
+        """The largest id that the model or a teacher gets."""
+        return max(*self.tokens, *self.teacher_tokens, *(self.given or ()), -1)
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -124,12 +130,13 @@ def prepare_questions(
     assert data.path is not None
     with failing_together(processes):
         found, report = _read(data.path, data, spec, tokenizer)
-        check_token_ids(report.max_token_id, vocab_size, report.path)
         reports = [report]
         held_out: list[Question] = []
         if data.eval_path is not None:
             held_out, report = _read(data.eval_path, settings_for_evaluation(data), spec, tokenizer)
             reports.append(report)
+        for report in reports:
+            check_token_ids(report.max_token_id, vocab_size, report.path)
     order = np.random.default_rng(spec.row_seed).permutation(len(found))
     if data.max_rows is not None:
         order = np.sort(order[: data.max_rows])
@@ -206,7 +213,7 @@ def _read(
         num_rows=num_rows,
         num_used_rows=len(found),
         num_tokens=sum(len(question.tokens) for question in found),
-        max_token_id=max((max(question.tokens) for question in found), default=-1),
+        max_token_id=max((question.max_token_id for question in found), default=-1),
         problems=counter.problems(),
         skipped=source.skipped,
     )
@@ -230,18 +237,20 @@ def _with_teacher(
     """The question with the teacher's prompt, and with the row's answer where steps are on such.
 
     Raises:
-        BadRow: the row lacks one of the two, or it can't be used.
+        BadRow: the row lacks one of the two, or it can't be used, or the teacher's prompt is of another kind.
     """
     settings = task.distill
     column = settings.teacher_prompt
     own = dict(row)
     if column is not None and column not in row:
         raise BadRow(WRONG_KEYS, f"no {column}, which distill.teacher_prompt names; keys are {show_keys(row)}")
-    if settings.teacher_system_prompt is not None:
-        data = replace(data, system_prompt=settings.teacher_system_prompt)
     if column is not None:
         own[data.columns.get("prompt", "prompt")] = row[column]
-    asked = _read_question(own, question.place, data, tokenizer)
+    asked = _read_question(own, question.place, data, tokenizer, settings.teacher_system_prompt)
+    if asked.is_chat != question.is_chat:
+        forms = {True: "a list of messages", False: "text"}
+        unlike = f"{column} is {forms[asked.is_chat]}, and the prompt is {forms[question.is_chat]}"
+        raise BadRow(WRONG_TYPES, f"{unlike}; write both as messages, or both as text")
     if settings.teacher_system_prompt is not None and not asked.is_chat:
         raise BadRow(WRONG_TYPES, "the prompt is text, which distill.teacher_system_prompt can't stand before")
     given = None
@@ -280,8 +289,14 @@ def _given_tokens(
     return tokens
 
 
-def _read_question(row: dict[str, Any], place: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Question:
-    """A row as a question.
+def _read_question(
+    row: dict[str, Any],
+    place: str,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    instructions: str | None = None,
+) -> Question:
+    """A row as a question, with `instructions` in place of the system message that it would have, if it is a chat.
 
     Raises:
         BadRow: it can't be used.
@@ -296,7 +311,7 @@ def _read_question(row: dict[str, Any], place: str, data: DataConfig, tokenizer:
         raise BadRow(WRONG_KEYS, f"no prompt; keys are {show_keys(row)}; set data.columns={{prompt: {other}}}")
     prompt = renamed["prompt"]
     if isinstance(prompt, list):
-        messages, tools = _as_chat(prompt, renamed, data)
+        messages, tools = _as_chat(prompt, renamed, data, instructions)
         return Question(_chat_tokens(tokenizer, messages, tools), messages, columns, place)
     refuse_turns_as_text("prompt", prompt)
     if not isinstance(prompt, str):
@@ -307,11 +322,20 @@ def _read_question(row: dict[str, Any], place: str, data: DataConfig, tokenizer:
     return Question(tokens if tokens[: len(begin)] == begin else begin + tokens, prompt, columns, place)
 
 
-def _as_chat(prompt: list[Any], row: dict[str, Any], data: DataConfig) -> tuple[list[dict[str, Any]], Any]:
-    """The messages of a prompt and its tools; data.system_prompt stands before messages without one."""
+def _as_chat(
+    prompt: list[Any], row: dict[str, Any], data: DataConfig, instructions: str | None
+) -> tuple[list[dict[str, Any]], Any]:
+    """The messages of a prompt and its tools.
+
+    `instructions` take the place of a system message, and data.system_prompt stands before messages without one.
+    """
     given = {"messages": as_messages(prompt, {}), "tools": row.get("tools"), "system": row.get("system")}
     _, checked = check_row(given, DataFormat.messages, {})
-    if data.system_prompt:
+    if instructions is not None:
+        has_one = checked["messages"][0]["role"] in SYSTEM
+        others = checked["messages"][1:] if has_one else checked["messages"]
+        checked = {**checked, "messages": [{"role": "system", "content": instructions}, *others]}
+    elif data.system_prompt:
         checked = add_system_prompt(checked, data.system_prompt)
     messages = checked["messages"]
     if messages[-1]["role"] == "assistant":

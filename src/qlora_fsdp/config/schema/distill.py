@@ -14,10 +14,10 @@ _OF_DISTILL = when("task.name", TaskName.distill, fix="task=distill")
 class DistillConfig:
     # The teacher: the folder of an adapter on the same base. null: the base without an adapter.
     teacher_adapter: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
-    # The column that has the prompt as the teacher gets it, text or messages: with hints, examples or the solution that
-    # the model itself does not see. null: the model's own prompt.
+    # The column that has the prompt as the teacher gets it, text or messages as the prompt is: with hints, examples or
+    # the solution that the model itself does not see. null: the model's own prompt.
     teacher_prompt: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
-    # A system prompt that the teacher alone gets, before prompts that are messages.
+    # A system prompt that the teacher alone gets, before prompts that are messages, in place of the row's own.
     teacher_system_prompt: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
     # Part of the steps on answers that the model writes. The others are on the answers in the column `completion`
     # (GKD, arXiv:2306.13649). 0: on these alone.
