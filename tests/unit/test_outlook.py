@@ -36,6 +36,12 @@ def test_the_gravest_is_said(ends: Ends | None, said: str | None) -> None:
     assert outlook("model.weights=random", "model=tiny").judge(60, 600, ends) is None, "there is nothing to learn"
 
 
+def test_equal_rewards_explain_gradients_of_zero_only_where_rewards_are_learned_from() -> None:
+    ends = Ends(0.0, (0.0, 0.0), (0.0, 0.0))
+    assert "all answers to a prompt have one reward" in (outlook("task=grpo").judge(60, 600, ends) or "")
+    assert outlook("task=distill").judge(60, 600, ends) is None
+
+
 @pytest.mark.parametrize("num_sequences", [3, 16, 60, 150, 400, 700])
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_what_is_advised_makes_enough_steps(num_sequences: int, num_ranks: int) -> None:

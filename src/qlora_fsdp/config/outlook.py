@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, Optimizer, Weights
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, Optimizer, TaskName, Weights
 
 FEW_STEPS = 50  # with fewer steps an adapter learns little (docs/choosing.md)
 MAX_EPOCHS = 3  # of a run whose steps are few; more of them teach it the rows by heart
@@ -56,7 +56,7 @@ class Outlook:
         num_epochs: passes over the data.
         num_groups: groups of ranks that share a step; a global batch is a multiple of them.
         packs_rows: whether several rows may share a sequence.
-        writes_answers: whether it learns from rewards for answers of its own, whose loss says nothing of that.
+        has_rewards: whether it learns from rewards for answers of its own, whose loss says nothing of that.
     """
 
     may_learn: bool
@@ -67,7 +67,7 @@ class Outlook:
     num_epochs: float
     num_groups: int
     packs_rows: bool
-    writes_answers: bool
+    has_rewards: bool
 
     @classmethod
     def of(cls, config: Config, num_ranks: int) -> Outlook:
@@ -83,7 +83,7 @@ class Outlook:
             num_epochs=config.training.num_epochs,
             num_groups=config.distributed.num_groups(num_ranks),
             packs_rows=not config.is_padded,
-            writes_answers=config.task.writes_answers,
+            has_rewards=config.task.name is TaskName.grpo,
         )
 
     def few_steps(self, num_steps: int, num_sequences: int | None) -> str | None:
@@ -135,7 +135,7 @@ class Outlook:
             num_sequences: sequences of the data; None if that is not known.
             ends: the figures of its first and last steps; None if the gradient of no step was used.
         """
-        if self.writes_answers and ends is not None and max(ends.norms) == 0:
+        if self.has_rewards and ends is not None and max(ends.norms) == 0:
             return (
                 "The gradients of the first and of the last steps are 0: nothing is learned where all answers to a "
                 "prompt have one reward. Look at generations.jsonl, at reward.functions, and at "
