@@ -17,14 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern, is_target
-from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
+from qlora_fsdp.config.schema import EmbeddingStorage, LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.lora import LoraEmbedding
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters import model_card
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, trainable_names
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
-from qlora_fsdp.model.adapters.read_adapter import adapter_parameters
+from qlora_fsdp.model.adapters.other_adapter import OtherAdapter
+from qlora_fsdp.model.adapters.read_adapter import SavedAdapter, adapter_parameters
 from qlora_fsdp.model.adapters.write_adapter import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles, find_model
@@ -200,6 +202,42 @@ def test_the_weight_of_embeddings_with_new_tokens_is_their_table(checkpoint):
     tokens = AddedTokens(frozenset({3, VOCAB}), vocab_size=VOCAB + 1)
     embeddings = apply_adapters(built.model, LoraConfig(), tokens=tokens).get_base_model().get_input_embeddings()
     assert isinstance(embeddings, TrainableTokensWrapper) and embeddings.weight is table
+
+
+def test_the_padding_tokens_column_gets_the_gradient_that_peft_gives_it():
+    """None, though the token may be read: of many models it ends the texts too."""
+    torch.manual_seed(0)
+    table = nn.Embedding(10, 6, padding_idx=2)
+    settings = peft.LoraConfig(r=3, lora_alpha=5)
+    stock = peft.tuners.lora.Embedding(table, ADAPTER, settings, r=3, lora_alpha=5)
+    ours = LoraEmbedding(table, ADAPTER, settings, r=3, lora_alpha=5)
+    nn.init.normal_(stock.lora_embedding_A[ADAPTER])
+    ours.load_state_dict(stock.state_dict())
+    weight = torch.randn(2, 4, 6)
+    for layer in (stock, ours):
+        (layer(torch.tensor([[1, 2, 3, 2], [9, 1, 2, 0]])) * weight).sum().backward()
+    for name in ("lora_embedding_A", "lora_embedding_B"):
+        expected = getattr(stock, name)[ADAPTER].grad
+        torch.testing.assert_close(getattr(ours, name)[ADAPTER].grad, expected)
+    gradient = ours.lora_embedding_A[ADAPTER].grad
+    assert gradient[:, 2].abs().max() == 0 and gradient[:, 1].abs().max() > 0
+
+
+@pytest.mark.parametrize("storage", EmbeddingStorage)
+def test_a_table_keeps_its_padding_token(checkpoint: Callable[..., Path], storage: EmbeddingStorage):
+    files = find_model(ModelConfig(path=str(checkpoint("llama"))), True, lambda error: error)
+    built = build_model(files, BuildSettings(QuantConfig(embeddings=storage), DTYPE, "eager"))
+    assert built.model.get_input_embeddings().padding_idx == SHAPE["pad_token_id"]
+
+
+def test_an_adapter_of_embeddings_takes_no_places_for_single_passes(checkpoint: Callable[..., Path], tmp_path: Path):
+    own = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint("llama", torch.float32))
+    peft.get_peft_model(stock, own).save_pretrained(tmp_path)
+    model = adapt(checkpoint("llama"), LoraConfig(target_modules=["q_proj", "embed_tokens"]))
+    saved = SavedAdapter(tmp_path, "distill.teacher_adapter")
+    with pytest.raises(AdapterError, match=r"adapts embeddings, which can't be switched here. Set distill.teacher_ad"):
+        OtherAdapter(saved, model, torch.device("cpu"))
 
 
 def test_gpt2_is_told_which_of_its_layers_are_linear():

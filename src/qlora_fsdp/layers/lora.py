@@ -70,7 +70,8 @@ class LoraLinear(lora.Linear):
 class LoraEmbedding(lora.Embedding):
     """PEFT's LoRA of a table of embeddings, with fp32 adapters beside a frozen table in another dtype.
 
-    A [R, V] has a column for each token, and B is [D, R]. As in PEFT, A starts at zero, and there is no dropout.
+    A [R, V] has a column for each token, and B is [D, R]. As in PEFT, A starts at zero, there is no dropout, and the
+    column of the table's padding token gets no gradient.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -79,7 +80,8 @@ class LoraEmbedding(lora.Embedding):
         if self.disable_adapters or self.merged:
             return embedded
         (name,) = self.active_adapters
-        low_BLR = F.embedding(x, self.lora_embedding_A[name].t())
+        padding_idx = self.get_base_layer().padding_idx
+        low_BLR = F.embedding(x, self.lora_embedding_A[name].t(), padding_idx)  # type: ignore[arg-type]
         change_BLD = F.linear(low_BLR, self.lora_embedding_B[name]) * self.scaling[name]
         scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
         if scale is not None:  # Gemma's, which the table's forward has multiplied with

@@ -183,7 +183,9 @@ def swap_ends(model: PreTrainedModel, dtype: torch.dtype, has_new_head: bool) ->
         raise ConfigError([int8_embeddings_problem(is_tied, type(embeddings).__name__)])
     format = Format("int8")
     rows, columns = embeddings.weight.shape
-    model.set_submodule(names[id(embeddings)], QuantizedEmbedding(rows, columns, format, dtype))
+    table = QuantizedEmbedding(rows, columns, format, dtype)
+    table.padding_idx = embeddings.padding_idx
+    model.set_submodule(names[id(embeddings)], table)
     if type(head) is nn.Linear:
         model.set_submodule(names[id(head)], _quantized_like(head, format, dtype))
 

@@ -168,7 +168,8 @@ class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override] 
         dtype: the compute dtype, in which rows are returned.
     """
 
-    bias = padding_idx = None
+    bias = None
+    padding_idx: int | None = None  # of a table of tokens: the column of a LoRA that is not trained
 
     def __init__(self, num_embeddings: int, embedding_dim: int, format: Format, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Embedding's own would allocate the table

@@ -122,6 +122,11 @@ def _check(saved: SavedAdapter, lora: LoraConfig, layers: set[str], head: str | 
     if head is not None:
         known.add(f"{PREFIX}{head}.weight")
     others = sorted(key.removeprefix(PREFIX) for key in shapes.keys() - known)
+    if any(".lora_embedding_" in key for key in others):
+        raise AdapterError(
+            f"{saved} adapts embeddings, which can't be switched here. Set {saved.setting} to an adapter of linear "
+            f"layers alone:\n{list_some(others)}"
+        )
     if others:
         raise AdapterError(
             f"{saved} has weights that this run has no place for. Set lora.target_modules to the layers that it "
