@@ -183,7 +183,18 @@ def test_a_report_turns_no_text_around(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", '{"jobs": 3}', '{"jobs": {"a": 1}}', '{"jobs": [{}]}', "{", DEEP, '{"a": ' + DEEP]
+    "text",
+    [
+        "[]",
+        '{"jobs": 3}',
+        '{"jobs": {"a": 1}}',
+        '{"jobs": [{}]}',
+        json.dumps({"jobs": [{"folder": "a" * 10_000, "overrides": {}}]}),
+        json.dumps({"jobs": [{"folder": "\ud800", "overrides": {}}]}),
+        "{",
+        DEEP,
+        '{"a": ' + DEEP,
+    ],
 )
 def test_a_damaged_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     run = make_run(tmp_path / "run")

@@ -55,6 +55,7 @@ RECORDS = (
 )
 MANIFEST = "manifest.json"  # of a checkpoint
 SWEEP_FILE = "sweep.json"
+NAME_MAX = 255  # bytes of a file's name on Linux (limits.h)
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
 NUM_FINAL = 10  # the final loss is the mean over this many last steps, because that of one step depends on its rows
@@ -316,12 +317,20 @@ def read_jobs(file: Path) -> list[tuple[Path, dict[str, str]]]:
     found: list[tuple[Path, dict[str, str]]] = []
     for job in jobs:
         folder = job.get("folder") if isinstance(job, dict) else None
-        if not isinstance(folder, str) or "\0" in folder:
+        if not isinstance(folder, str) or not _can_be_a_name(Path(folder).name):
             continue
         overrides = job.get("overrides")
         if isinstance(overrides, dict):
             found.append((here / Path(folder).name, {str(key): str(value) for key, value in overrides.items()}))
     return found
+
+
+def _can_be_a_name(name: str) -> bool:
+    """Whether a file or folder can have the name at all: no file system asks for more than NAME_MAX bytes."""
+    try:
+        return "\0" not in name and len(os.fsencode(name)) <= NAME_MAX
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _text(values: Mapping[str, Any], key: str) -> str | None:
