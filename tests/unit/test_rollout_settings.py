@@ -67,6 +67,7 @@ DISTILL_MISTAKES: dict[str, tuple[list[str], str]] = {
     "other task": ([HINTED, "task=causal_lm"], "Set task=distill too"),
     "drawn anew": ([HINTED, "rollout.dynamic_sampling=2"], "Set task=grpo too"),
     "Liger": ([HINTED, "kernels.cross_entropy=liger"], "sums over all tokens"),
+    "pieces": ([HINTED, "memory.head_in_pieces=true"], "is not there for task=distill"),
 }
 
 

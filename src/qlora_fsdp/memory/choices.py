@@ -12,7 +12,7 @@ from math import gcd
 from typing import Any
 
 from qlora_fsdp.config.checks.check_training import check_context_parallel, explain_no_tiles
-from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy
+from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy, TaskName
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.world import AUTO, round_default
 from qlora_fsdp.memory.gpus import GPUS_A_HOST
@@ -92,7 +92,8 @@ def with_head_pieces(work: Workload) -> Workload | None:
     """The run whose loss dequantizes an int8 head in pieces, if that is open."""
     config = work.config
     is_int8 = config.quant.embeddings is EmbeddingStorage.int8
-    if config.memory.head_in_pieces != AUTO or not is_int8 or not work.is_cuda:
+    is_possible = is_int8 and work.is_cuda and config.task.name is not TaskName.distill
+    if config.memory.head_in_pieces != AUTO or not is_possible:
         return None
     return work.with_values({"memory.head_in_pieces": True})
 

@@ -94,6 +94,9 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
         yield problem_with(rollout, "rollout.num_generations", reason, "Set rollout.num_generations=8, the default.")
     if config.task.name is TaskName.distill:
         yield from _check_teacher(config.distill, config.lora)
+        if config.memory.head_in_pieces is True:
+            reason = "is not there for task=distill: its divergence is computed with the whole head."
+            yield problem_with(config.memory, "memory.head_in_pieces", reason, "Leave it out.")
     yield from _check_other_models(config.task, config.grpo, config.reward, config.lora, config.tokenizer)
     refused = (
         ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
