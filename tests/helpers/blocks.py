@@ -47,6 +47,7 @@ class Blocks(nn.Module):
 
     transform = None
     embeddings = head = nn.Identity()  # neither is a unit of its own
+    per_layer_tables: tuple[nn.Embedding, ...] = ()
 
     def __init__(self, format: Format, dtype: torch.dtype) -> None:
         super().__init__()

@@ -67,14 +67,20 @@ class TaskModel(nn.Module):
     def per_layer_tables(self) -> list[nn.Embedding]:
         """Frozen tables that have something of each token for every layer, and so are wider than the embeddings.
 
-        Gemma 4 E2B's is of 2.3 billion parameters, more than half of the model (`embed_tokens_per_layer`).
+        Gemma 4 E2B's is of 2.3 billion parameters, more than half of the model (`embed_tokens_per_layer`). Gemma 3n's
+        knows fewer tokens than its embeddings. A table of positions, which may be wide too (OPT-350m's), is short.
         """
-        embeddings = self.embeddings
-        if not isinstance(embeddings, nn.Embedding):
+        own = next((module for module in self.embeddings.modules() if isinstance(module, nn.Embedding)), None)
+        if own is None:
             return []
-        found = [module for module in self.base.modules() if isinstance(module, nn.Embedding)]
-        wide = [table for table in found if table.embedding_dim > embeddings.embedding_dim]
-        return [table for table in wide if not any(param.requires_grad for param in table.parameters())]
+        found = []
+        for table in self.base.modules():
+            is_frozen = not any(param.requires_grad for param in table.parameters(recurse=False))
+            if isinstance(table, nn.Embedding) and is_frozen:
+                is_of_tokens = 2 * table.num_embeddings > own.num_embeddings
+                if is_of_tokens and table.embedding_dim > own.embedding_dim:
+                    found.append(table)
+        return found
 
     @property
     def vocab_size(self) -> int:
