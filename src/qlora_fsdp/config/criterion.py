@@ -75,5 +75,5 @@ def make_pruner(pruner: Pruner, arguments: Mapping[str, float]) -> Any:
         TypeError, ValueError: its class refuses the arguments.
     """
     optuna: Any = importlib.import_module("optuna")
-    counts_as_integers = {name: int(value) if value == int(value) else value for name, value in arguments.items()}
+    counts_as_integers = {name: int(value) if float(value).is_integer() else value for name, value in arguments.items()}
     return getattr(optuna.pruners, pruner.value)(**counts_as_integers)

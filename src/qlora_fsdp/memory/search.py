@@ -196,7 +196,9 @@ def _choose_rest(work: Workload, room: Room) -> Choice:
     if (choice.fits and not choice.gives_up_graph) or in_pieces is None:
         return choice
     small = _choose_sizes(in_pieces, room)
-    return small if small.fits or not choice.fits else choice
+    if choice.fits:
+        return choice if small.gives_up_graph or not small.fits else small
+    return small if small.plan.needed < choice.plan.needed else choice
 
 
 def _choose_sizes(work: Workload, room: Room) -> Choice:

@@ -73,7 +73,7 @@ class EarlyStop:
 
 
 def check_figure(criterion: Criterion, metrics: Mapping[str, float]) -> None:
-    """Refuses a figure that the run's first evaluation does not have.
+    """Refuses a figure that the run's first evaluation does not have. Later ones may lack it: it is no number there.
 
     Raises:
         ConfigError: it has none of this name.

@@ -79,7 +79,7 @@ def train(
                 with recorder.paused():
                     evaluated = evaluation.run(runner.model, step)
                 result.add_evaluation(step, evaluated)
-                if evaluated is not None:
+                if evaluated is not None and len(result.eval_losses) == 1:
                     check_figure(spec.criterion, evaluated.metrics)
                 result.stopped_early = early_stop.reason(result.judged)
                 if result.stopped_early is not None:

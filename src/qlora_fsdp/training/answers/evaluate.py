@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -27,8 +28,8 @@ def evaluate_answers(
     Answers are drawn as in training, and by the same random numbers each time.
 
     Returns:
-        Figures by name, those that are numbers: as of training, and `pass@1` and `pass@k` by the first function; with a
-        teacher the divergence of a token, `loss`.
+        Figures by name, those that are numbers: as of training, and `pass@1` and `pass@k` by the first function. With a
+        teacher also the divergence of a token, `loss`, which may be no number.
 
     Raises:
         RewardError: a function has failed; the same on every rank.
@@ -40,9 +41,10 @@ def evaluate_answers(
     if rewarded.names:
         deciding = answered.rewarding.by_function[:, 0]
         figures |= pass_rates(deciding, num_generations, rewarded.settings.pass_threshold)
+    figures.pop("loss", None)  # a reward function may name a figure of its own so
     if teaching is not None:
         figures |= teaching.evaluate(answered)
-    return {name: value for name, value in figures.items() if np.isfinite(value)}
+    return {name: value for name, value in figures.items() if name == "loss" or np.isfinite(value)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,6 @@ class AnswerEvaluation:
         figures = evaluate_answers(self.rewarded, self.data, self.teaching)
         if self.saver.is_signalled():
             self.saver.stop(step)
-        loss = figures.pop("loss", -figures.get("reward", 0.0))
+        loss = -figures.get("reward", math.nan) if self.teaching is None else figures.pop("loss")
         self.journal.evaluation(step, loss, figures, time.perf_counter() - started)
         return EvaluationResult(loss, figures)
