@@ -3,10 +3,10 @@
 import peft
 import pytest
 import torch
+from tests.helpers.checkpoints import PER_LAYER, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
-from tests.helpers.checkpoints import PER_LAYER, VOCAB
 
 OPT = {
     "vocab_size": 96,
