@@ -187,6 +187,14 @@ def test_teachers_get_prompts_of_their_own_and_rows_have_answers(tmp_path: Path)
         assert text in str(prepared.report)
 
 
+def test_columns_with_names_of_their_own_have_answers_too(tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "rows.jsonl", [{"question": "2 + 2", "hinted": "2 + 2 is 4", "answer": "4"}])
+    more = ["task=distill", HINTED, "distill.lmbda=0.5", "data.columns={prompt: question, completion: answer}"]
+    tokenizer = byte_tokenizer()
+    question = question_of(prepare_questions(spec_of(rows, *more), tokenizer, one_process(), VOCAB).train, 0)
+    assert question.given is not None and tokenizer.decode(question.given).startswith("4")
+
+
 @pytest.mark.parametrize("own", [{}, {"system": "Be brief."}])
 @pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be nice."}]])
 def test_the_teachers_system_prompt_takes_the_place_of_the_rows(

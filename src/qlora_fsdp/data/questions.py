@@ -271,13 +271,14 @@ def _given_tokens(
     Raises:
         BadRow: it has none, or one that is too long or can't be used.
     """
-    if COMPLETION not in row:
+    renamed = rename(row, data.columns)
+    if COMPLETION not in renamed:
         raise BadRow(WRONG_KEYS, f"no {COMPLETION}, which distill.lmbda={task.distill.lmbda:g} asks for")
     most = task.rollout.max_completion_length
-    answer = row[COMPLETION]
+    answer = renamed[COMPLETION]
     if question.is_chat and isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    answered = {"prompt": question.prompt, COMPLETION: answer, "tools": row.get("tools")}
+    answered = {"prompt": question.prompt, COMPLETION: answer, "tools": renamed.get("tools")}
     named = {key: value for key, value in answered.items() if value is not None}
     read = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 2**31, BadRows.skip, thoughts=data.thoughts)
     found = read.whole({"place": [question.place], "row": [json.dumps(named).encode()]})
