@@ -128,9 +128,7 @@ def package_codes(weight: Tensor, name: str, whole: Tensor | None, dtype: torch.
 def largest_beside(weights: Mapping[str, Tensor], key: str) -> Tensor:
     """The largest magnitude of a weight and of those with which nvfp4's scale is shared: a module's of this width."""
     parent, own = key.removesuffix(".weight").rsplit(".", 1)
-    beside = GATE_UP if own in GATE_UP else (own,)
-    if parent.endswith("self_attn"):
-        beside = ("q_proj", "k_proj", "v_proj", "o_proj")  # the last reads as many inputs here
+    beside = next((each for each in (("q_proj", "k_proj", "v_proj"), GATE_UP) if own in each), (own,))
     return torch.stack([weights[f"{parent}.{each}.weight"].abs().amax() for each in beside]).amax()
 
 
@@ -236,11 +234,23 @@ def test_transformers_computes_with_the_values_stored(bases, adapters, tmp_path:
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4"])
-def test_a_base_on_the_grid_keeps_what_an_adapter_adds(bases, tmp_path: Path, capsys, name: str):
-    """A base that somebody dequantized: to the nearest, the small adapter would be gone."""
+@pytest.mark.parametrize(
+    ("name", "factor"), [("int4", 1.0), ("fp8", 1.0), ("nvfp4", 1.0), ("nvfp4", 1.02), ("mxfp4", 1.0)]
+)
+def test_a_base_on_the_grid_keeps_what_an_adapter_adds(
+    bases, tmp_path: Path, monkeypatch, capsys, name: str, factor: float
+):
+    """A base that somebody dequantized: to the nearest, the small adapter would be gone.
+
+    The base's scale of the whole weight is another by the factor, as of who joined other layers or none.
+    """
+    find_largest = merge_weights.WeightMerger._find_largest
     no_adapter = make_adapter(bases["llama"], tmp_path / "nothing", "llama", scale=0.0)
-    run_merge(bases["llama"], no_adapter, tmp_path / "codes", *FORMATS[name])
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            merge_weights.WeightMerger, "_find_largest", lambda self, joined: find_largest(self, joined) * factor
+        )
+        run_merge(bases["llama"], no_adapter, tmp_path / "codes", *FORMATS[name])
     found = tensors_of(tmp_path / "codes")
     keys = [key for key in merged_by_peft(bases["llama"], no_adapter) if is_coded(key)]
     base = shutil.copytree(bases["llama"], tmp_path / "base")
@@ -346,7 +356,21 @@ def test_integer_grids_of_other_conventions_are_kept(largest_code: int):
     steps = torch.rand(16, 8, 1) + 0.5
     base = (codes * steps).to(torch.bfloat16).float().flatten(1)
     format = merge_formats.CompressedTensorsFormat("int4")
+    base[:8, 1::32] = -base[:8, ::32] * 7 / largest_code  # a point above, in half of the rows
     assert format.holds(base, torch.bfloat16, None)
     assert not format.holds(torch.randn(16, 256), torch.bfloat16, None)
     parts = format.encode(base, torch.bfloat16, None, merge_formats.Grid(base, torch.full_like(base, 0.5)))
     torch.testing.assert_close(format.decode(parts), base, rtol=1e-2, atol=0)
+    parts = format.encode(base, torch.bfloat16, None, merge_formats.Grid(base, None))
+    torch.testing.assert_close(format.decode(parts), base, rtol=1e-2, atol=0)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_sum_beyond_the_last_integer_is_not_cut_off():
+    """The codes are -8 to 7: a sum of eight steps above zero would lose one of them, and takes the package's scale."""
+    base = torch.arange(32.0).remainder(16).sub(8).view(1, 32)
+    total = base.clone()
+    total[0, -1] = 8
+    format = merge_formats.CompressedTensorsFormat("int4")
+    parts = format.encode(total, torch.bfloat16, None, merge_formats.Grid(base, torch.full_like(base, 0.5)))
+    assert float(format.decode(parts)[0, -1]) > 7.4

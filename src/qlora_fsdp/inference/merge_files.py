@@ -83,7 +83,7 @@ def merge_files(merge: merge_weights.Merge) -> bool:
         _write_weights(merge, merger, plan)
         untied = any(assignment.stored is not None for assignment in plan.extra.values())
         _write_config(merge, folder, untied, plan)
-    return any(merger.on_grid.values())
+    return merger.rounds_at_random
 
 
 @contextmanager

@@ -38,22 +38,23 @@ PACKAGE_NAME = "compressed-tensors"
 # Of their mean size, what rounding to the nearest may change of weights that lie on the grid of a format already: that
 # they were stored in 16 bits changes 0.2 %, and rounding to the finest of the formats, fp8, changes others by 2 %.
 ON_GRID = 0.01
-ON_INTEGERS = 0.05  # the same of steps between integers, from which others are 0.2 away
+ON_STEPS = 0.05  # the same of a group's own steps, from whose points others are 0.1 (nvfp4) or 0.2 (int4) away
 LARGEST_CODES = (8, 7, 6, 5)  # that a group of an integer grid of 4 bits may have
+LARGEST_FP4 = (6, 4)  # the same of 4-bit floats: some quantizers leave groups the last point
 SCALE_BITS = 16
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What rounds rows at random.
+    """The grid of rows whose base lies on one.
 
     Attributes:
         base: the base's own rows, which lie on the grid of the format: float32 [n, in_features].
-        drawn: float32 [n, in_features] in [0, 1).
+        drawn: float32 [n, in_features] in [0, 1), by which sums are rounded at random; None: they are to the nearest.
     """
 
     base: Tensor
-    drawn: Tensor
+    drawn: Tensor | None
 
 
 class WeightFormat(ABC):
@@ -95,7 +96,7 @@ class WeightFormat(ABC):
             rows: [n, in_features] of any float dtype, on any device.
             scale_dtype: in which scales are stored, for formats that leave it open.
             largest: the largest magnitude of the weights that share a scale, for formats with `has_whole_scale`.
-            grid: on which the base's rows lie, so that sums are rounded at random; None: rounded to the nearest.
+            grid: on which the base's rows lie; None: on none, and they are rounded to the nearest.
         """
 
     @abstractmethod
@@ -144,7 +145,7 @@ class BitsandbytesFormat(WeightFormat):
     def encode(
         self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None, grid: Grid | None
     ) -> dict[str, Tensor]:
-        if grid is not None:
+        if grid is not None and grid.drawn is not None:
             rows = round_at_random(rows.float(), self.name, grid.drawn)
         codes, absmax = self.format.quantize_rows(rows)
         return {"codes": codes, "scales": absmax}
@@ -281,9 +282,9 @@ class CompressedTensorsFormat(WeightFormat):
         scales, _ = calculate_qparams(-absmax, absmax, self.scheme.weights, global_scale=whole_scale)
         if self.scheme.weights.scale_dtype is None:
             scales = scales.to(scale_dtype).clamp_min(torch.finfo(scale_dtype).tiny)
-        if grid is not None:
-            if self.name == "int4":
-                scales = _keep_steps(self._in_groups(grid.base), groups, scales)
+        if grid is not None and self.name == "int4":
+            scales = _keep_steps(self._in_groups(grid.base), groups, scales)
+        if grid is not None and grid.drawn is not None:
             step = scales.float().unsqueeze(-1)
             if whole_scale is not None:
                 step = step / whole_scale
@@ -323,10 +324,15 @@ class CompressedTensorsFormat(WeightFormat):
         return cast(dict[str, Any], about.model_dump(mode="json", exclude_none=True))
 
     def holds(self, rows: Tensor, scale_dtype: torch.dtype, largest: Tensor | None) -> bool:
-        if self.name != "int4":
-            return super().holds(rows, scale_dtype, largest)
-        _, error = _find_steps(self._in_groups(rows.float()))
-        return bool(error.mean() < ON_INTEGERS)
+        groups = self._in_groups(rows.float())
+        if self.name == "int4":
+            _, error = _find_steps(groups)
+            return bool(error.mean() < ON_STEPS)
+        if self.name == "nvfp4":
+            # Its groups' own steps: by another scale of the whole weight, all points of the grid lie elsewhere.
+            error = _steps_off_points(groups, self._points(rows.device))
+            return bool(error.mean() < ON_STEPS)
+        return super().holds(rows, scale_dtype, largest)
 
     def _in_groups(self, rows: Tensor) -> Tensor:
         """Rows as groups that share a scale: [n, groups, group_size]."""
@@ -371,8 +377,27 @@ def _keep_steps(base: Tensor, groups: Tensor, scales: Tensor) -> Tensor:
         scales: the package's for the sum [n, groups], in the dtype in which they are stored.
     """
     steps, _ = _find_steps(base)
-    is_kept = groups.abs().amax(-1) < steps * (max(LARGEST_CODES) + 0.5)
-    return torch.where(is_kept, steps.to(scales.dtype), scales)
+    is_below = groups.amax(-1) < steps * 7.5  # the codes are -8 to 7
+    is_above = -groups.amin(-1) < steps * 8.5
+    return torch.where(is_below & is_above, steps.to(scales.dtype), scales)
+
+
+def _steps_off_points(groups: Tensor, points: Tensor) -> Tensor:
+    """By how many steps of its own a group's values lie off the points of 4-bit floats on average.
+
+    Args:
+        groups: float32 [n, groups, group_size].
+        points: float32, those of the codes.
+
+    Returns:
+        float32 [n, groups].
+    """
+    absmax = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    errors = []
+    for code in LARGEST_FP4:
+        distances = (groups / (absmax / code)).unsqueeze(-1) - points
+        errors.append(distances.abs().amin(-1).mean(-1))
+    return torch.stack(errors).amin(0)
 
 
 def make_format(name: str | None, group_size: int | None) -> WeightFormat | None:

@@ -37,7 +37,7 @@ from qlora_fsdp.inference.merge_formats import Grid, WeightFormat
 from qlora_fsdp.inference.rounding import draw_uniform, round_to_16_bits
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
-from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
+from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraEmbedding, LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.read_adapter import read_whole, tokens_of_rows
 from qlora_fsdp.model.assemble import AssembledModel
@@ -138,6 +138,20 @@ def find_uses(assignments: Sequence[Assignment]) -> dict[str, list[PieceUse]]:
     return uses
 
 
+class _Joined(NamedTuple):
+    """Layers that a server may join, whose weights then share nvfp4's scale of the whole.
+
+    Attributes:
+        parent: the name of the module that has them.
+        names: theirs in it, where they are known.
+        in_features: of each.
+    """
+
+    parent: str
+    names: tuple[str, ...]
+    in_features: int
+
+
 class WeightMerger:
     """Merges the adapter into one tensor of the files after another.
 
@@ -152,7 +166,8 @@ class WeightMerger:
         self._codes = lru_cache(NUM_KEPT)(self._quantize)
         self._largest = lru_cache(NUM_KEPT)(self._find_largest)
         self._assignments = {assignment.name: assignment for assignment in merge.meta.assignments}
-        self.on_grid: dict[str, bool] = {}  # by the names of changed weights that get codes
+        self.on_grid: dict[str, bool] = {}  # by the names of weights that get codes
+        self.rounds_at_random = False  # whether codes of some changed weight were rounded so
 
     def merged_weight(self, assignment: Assignment) -> Tensor:
         """A weight for which the files have one tensor, or none, with the adapter merged into it; on the CPU."""
@@ -208,24 +223,22 @@ class WeightMerger:
         scale_dtype = written_dtype(stored, self.merge)
         largest = None
         if format.has_whole_scale:
-            largest = self._largest(_parent(assignment.name), assignment.layer.in_features)
+            largest = self._largest(_joined_by_servers(assignment))
         change = self.changes.get(assignment.name)
         is_merged = change is not None and "whole" not in change.keys
         pieces = []
         for start, base, values in self._merged_rows(assignment, use.first_row, self._read(stored, assignment)):
-            grid = None
-            if is_merged:
-                if assignment.name not in self.on_grid:
-                    sample = base[:NUM_SAMPLED]
-                    self.on_grid[assignment.name] = format.holds(sample, scale_dtype, largest)
-                if self.on_grid[assignment.name]:
-                    columns = values.shape[1]
-                    drawn = (
-                        draw_uniform(assignment.name, start * columns, values.numel()).to(values.device).view_as(values)
-                    )
-                    grid = Grid(base, drawn)
-            else:
+            if assignment.name not in self.on_grid:
+                self.on_grid[assignment.name] = format.holds(base[:NUM_SAMPLED], scale_dtype, largest)
+            is_on_grid = self.on_grid[assignment.name]
+            drawn = None
+            if is_merged and is_on_grid:
+                first = start * values.shape[1]
+                drawn = draw_uniform(assignment.name, first, values.numel()).to(values.device).view_as(values)
+                self.rounds_at_random = True
+            if not is_merged:
                 values = values.to(merge.dtype)  # as training quantizes it
+            grid = Grid(base, drawn) if is_on_grid else None
             pieces.append(format.encode(values, scale_dtype, largest, grid))
         return format.join(stored.key, pieces, merge.dtype)
 
@@ -237,8 +250,8 @@ class WeightMerger:
             return torch.empty(stored.shape, device="meta")
         return torch.empty(assignment.layer.out_features, assignment.layer.in_features, device="meta")
 
-    def _find_largest(self, parent: str, columns: int) -> Tensor:
-        """The largest magnitude of the merged weights of a module's layers that read as many inputs.
+    def _find_largest(self, joined: _Joined) -> Tensor:
+        """The largest magnitude of the merged weights of layers that a server may join.
 
         A server joins layers that read the same input (queries, keys and values; gate and up), and then they have one
         scale of the whole: vLLM takes the largest of those that it finds, with which the codes of the others are wrong.
@@ -246,7 +259,7 @@ class WeightMerger:
         found = []
         for assignment in self.merge.meta.assignments:
             is_of_linear = assignment.is_quantized and takes_codes(assignment.module, self.merge)
-            if not is_of_linear or _parent(assignment.name) != parent or assignment.layer.in_features != columns:
+            if not is_of_linear or _joined_by_servers(assignment) != joined:
                 continue
             assert isinstance(assignment.stored, StoredTensor)  # others were refused
             matrix = self._read(assignment.stored, assignment)
@@ -338,9 +351,15 @@ class WeightMerger:
         return layer
 
 
-def _parent(name: str) -> str:
-    """The name of the module that has the layer of a weight."""
-    return name.rpartition(".")[0].rpartition(".")[0]
+def _joined_by_servers(assignment: Assignment) -> _Joined:
+    """What is the same of all layers that a server may join with a weight's.
+
+    Queries, keys and values are joined, and so are gate and up. Of layers with other names, those of one module may be
+    that read as many inputs.
+    """
+    parent, _, layer = assignment.name.removesuffix(".weight").rpartition(".")
+    names = next((each for each in (QKV, GATE_UP) if layer in each), ())
+    return _Joined(parent, names, assignment.layer.in_features)
 
 
 def _dequantize(layer: QuantizedLinear, start: int, stop: int) -> Tensor:
