@@ -160,7 +160,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             "fixed seed: to the nearest, most small changes would have been lost."
         )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
-    log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter)))
+    log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter), settings.quantize))
     are_new = _write_gguf(settings, config, merged)
     if is_there and not are_new and (out / REPORT_FILE).is_file() and settings.report_data is None:
         log.info(f"Its report is in {out / REPORT_FILE}.")
@@ -354,27 +354,39 @@ def _describe_export(adapter: Path, out: Path, renamed: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _describe_end(out: Path, was_there: bool, data: DataSpec, trusts_code: bool, trained_on: DataFormat | None) -> str:
+def _describe_end(
+    out: Path, was_there: bool, data: DataSpec, trusts_code: bool, trained_on: DataFormat | None, quantize: str | None
+) -> str:
     """Describe the result, and what to type next with a model that writes text.
 
     The model's folder does not say how prompts were written in training, as the adapter's does.
     """
+    from qlora_fsdp.inference.merge_formats import KINDS, PACKAGE_NAME
+
+    is_for_servers = quantize in KINDS  # and can't be loaded here
     files = list(out.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
     what = f"{plural(len(files), 'file')} of weights, {size}"
     if was_there:
         return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
     merged = f"Merged: {out} ({what}). It is a model as any other"
+    if is_for_servers:
+        merged = f"Merged: {out} ({what}). vLLM loads it, and so does transformers with the package {PACKAGE_NAME}"
     if not data.task.is_causal:
         return f"{merged}."
     given = f"model.path={shlex.quote(str(out))}{trust(trusts_code)}"
+    serve = f"vllm serve {shlex.quote(str(out))}"
+    if trusts_code:
+        serve += " --trust-remote-code"
     if trained_on not in (None, DataFormat.messages):
         note = f"the adapter was trained on {trained_on.value} rows; prompts are to be written as these have them"
-        return f'{merged}:\n  qlora-fsdp generate {given} raw=true prompt="..."\nNote: {note}.'
-    lines = [f"{merged}:", f"  {ask(given, out)}"]
+        command = serve if is_for_servers else f'qlora-fsdp generate {given} raw=true prompt="..."'
+        return f"{merged}:\n  {command}\nNote: {note}."
+    lines = [f"{merged}:", f"  {serve if is_for_servers else ask(given, out)}"]
     if data.settings.system_prompt:
         note = "conversations began with a system prompt in training, which the model does not have by itself"
-        lines.append(f"Note: {note}; data.system_prompt sets it: {data.settings.system_prompt}")
+        setting = "requests are to begin with it" if is_for_servers else "data.system_prompt sets it"
+        lines.append(f"Note: {note}; {setting}: {data.settings.system_prompt}")
     if data.settings.template_arguments:
         arguments = show("data.template_arguments", data.settings.template_arguments)
         lines.append(
@@ -436,15 +448,15 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
 
 def _format_problems(settings: MergeSettings) -> list[Problem]:
     """What is wrong with the format that the settings name."""
-    from qlora_fsdp.inference.merge_formats import FORMATS, GROUP_SIZES, KINDS, PACKAGE_NAME, has_package
+    from qlora_fsdp.inference.merge_formats import FORMATS, GROUP_SIZES, KINDS, PACKAGE_NAME, find_package_problem
 
     named = f"quantize={settings.quantize}"
     problems = []
+    package_problem = find_package_problem() if settings.quantize in KINDS else None
     if settings.quantize is not None and settings.quantize not in FORMATS:
         problems.append(Problem(named, f"is none of {', '.join(FORMATS)}.", "Set one of them."))
-    elif settings.quantize in KINDS and not has_package():
-        reason = f"needs the package {PACKAGE_NAME}, which is not installed."
-        problems.append(Problem(named, reason, f"Run pip install 'qlora-fsdp[{PACKAGE_NAME}]'."))
+    elif package_problem is not None:
+        problems.append(Problem(named, package_problem, f"Run pip install 'qlora-fsdp[{PACKAGE_NAME}]'."))
     if settings.group_size is not None and settings.quantize != "int4":
         reason = "is for quantize=int4; other formats have groups of their own."
         problems.append(Problem(f"group_size={settings.group_size}", reason, "Leave group_size out."))

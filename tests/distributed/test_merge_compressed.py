@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import peft
@@ -326,12 +327,12 @@ def refused(capsys, base: Path, adapter: Path, out: Path, *more: str) -> str:
 
 def test_what_can_not_be_written_is_refused_before_it_is_begun(bases, adapters, tmp_path: Path, monkeypatch, capsys):
     own = (capsys, bases["llama"], adapters["llama"], tmp_path / "out")
-    monkeypatch.setattr(merge_formats, "has_package", lambda: False)
+    monkeypatch.setattr(merge_formats, "PACKAGE_NAME", "no-such-package")
     said = refused(*own, "quantize=fp8", "group_size=32")
-    assert "quantize=fp8 needs the package compressed-tensors" in said
+    assert "quantize=fp8 needs the package no-such-package, which is not installed" in said
     assert "group_size=32 is for quantize=int4" in said
     assert "quantize=int3 is none of nf4, fp4, int4, fp8, nvfp4, mxfp4" in refused(*own, "quantize=int3")
-    monkeypatch.setattr(merge_formats, "has_package", lambda: True)
+    monkeypatch.setattr(merge_formats, "find_package_problem", lambda: None)
     assert "group_size=16 is none of 32, 64, 128" in refused(*own, "quantize=int4", "group_size=16")
     said = refused(*own, "quantize=int4", "group_size=128")
     assert "group_size=128 does not divide the rows of 12 layers" in said and "Set group_size=64" in said
@@ -340,8 +341,15 @@ def test_what_can_not_be_written_is_refused_before_it_is_begun(bases, adapters, 
     assert "has room for 0.1 MiB, and the result takes 0.1 MiB" in refused(*own, "quantize=int4")
 
 
+def test_an_old_package_is_refused_by_name(bases, adapters, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(merge_formats, "PACKAGE_NAME", "torch")
+    monkeypatch.setattr(merge_formats, "PACKAGE_VERSION", "1000.1")
+    said = refused(capsys, bases["llama"], adapters["llama"], tmp_path / "out", "quantize=fp8")
+    assert f"needs the package torch in version 1000.1 or a later one; {version('torch')} is installed" in said
+
+
 def test_experts_that_transformers_would_not_load_are_refused(bases, adapters, tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(merge_formats, "has_package", lambda: True)
+    monkeypatch.setattr(merge_formats, "find_package_problem", lambda: None)
     said = refused(capsys, bases["qwen3_moe"], adapters["qwen3_moe"], tmp_path / "out", "quantize=nvfp4")
     assert "quantize=nvfp4 can't be used: transformers loads experts" in said
 

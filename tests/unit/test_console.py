@@ -136,8 +136,8 @@ def test_a_file_has_no_live_line(tmp_path: Path):
     assert console.stream.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def end_of_merge(out: Path, config: Config, form: DataFormat | None) -> str:
-    return merge._describe_end(out, False, DataSpec.of(config), config.model.trust_remote_code, form)
+def end_of_merge(out: Path, config: Config, form: DataFormat | None, quantize: str | None = None) -> str:
+    return merge._describe_end(out, False, DataSpec.of(config), config.model.trust_remote_code, form, quantize)
 
 
 def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
@@ -185,6 +185,14 @@ def test_a_merge_tells_how_prompts_were_written_in_training(tmp_path: Path):
     asks, note = end_of_merge(tmp_path, config, DataFormat.instruction).splitlines()[1:]
     assert asks == f'  qlora-fsdp generate model.path={tmp_path} raw=true prompt="..."'
     assert note.startswith("Note: the adapter was trained on instruction rows")
+
+
+@pytest.mark.parametrize("form", [DataFormat.messages, DataFormat.instruction])
+def test_a_merge_for_servers_names_no_command_that_refuses_it(tmp_path: Path, form: DataFormat):
+    config = load_config(["model=tiny", "data=random", "data.system_prompt=Be terse."])
+    said, command, _ = end_of_merge(tmp_path, config, form, "int4").splitlines()
+    assert "vLLM loads it, and so does transformers with the package compressed-tensors" in said
+    assert command == f"  vllm serve {tmp_path}"
 
 
 def test_sentences_break_between_words_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, cast
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
+from transformers.utils.versions import require_version
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.inference.rounding import round_to_points
@@ -35,6 +36,7 @@ from qlora_fsdp.weights.scaled import E2M1
 FORMATS = ("nf4", "fp4", "int4", "fp8", "nvfp4", "mxfp4")
 GROUP_SIZES = (32, 64, 128)  # of int4, for which vLLM has kernels
 PACKAGE_NAME = "compressed-tensors"
+PACKAGE_VERSION = "0.17"  # the first, as in pyproject.toml
 # Of their mean size, what rounding to the nearest may change of weights that lie on the grid of a format already: that
 # they were stored in 16 bits changes 0.2 %, and rounding to the finest of the formats, fp8, changes others by 2 %.
 ON_GRID = 0.01
@@ -409,6 +411,13 @@ def make_format(name: str | None, group_size: int | None) -> WeightFormat | None
     return BitsandbytesFormat(cast(Literal["nf4", "fp4"], name))
 
 
-def has_package() -> bool:
-    """Whether compressed-tensors is installed."""
-    return find_spec("compressed_tensors") is not None
+def find_package_problem() -> str | None:
+    """What is wrong with the installed package, to follow `quantize=...`; None if nothing is."""
+    reason = f"needs the package {PACKAGE_NAME}"
+    try:
+        require_version(f"{PACKAGE_NAME}>={PACKAGE_VERSION}")
+    except PackageNotFoundError:
+        return f"{reason}, which is not installed."
+    except ImportError:
+        return f"{reason} in version {PACKAGE_VERSION} or a later one; {version(PACKAGE_NAME)} is installed."
+    return None
