@@ -111,9 +111,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     with quick_imports():
         from qlora_fsdp.inference.export_adapter import export_adapter
         from qlora_fsdp.inference.gguf_files import check_code, check_gguf_room
-        from qlora_fsdp.inference.merge_files import merge_files, merging_to
+        from qlora_fsdp.inference.merge_files import merge_files, merging_to, plan_merge
         from qlora_fsdp.inference.merge_formats import make_format
-        from qlora_fsdp.inference.merge_weights import Merge
+        from qlora_fsdp.inference.merge_weights import Merge, find_parameter_changes
         from qlora_fsdp.inference.trained import assemble_trained
 
     built_as = config
@@ -146,7 +146,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.gguf_types:
         assert merged.trained.files.folder is not None
         check_code(merged.trained.files.folder, adapter, config.model.trust_remote_code)
-        check_gguf_room(out, settings.gguf_types, list(merged.trained.files.tensors.values()))
+        changes = find_parameter_changes(merged.trained.model.base, adapter)
+        check_gguf_room(out, settings.gguf_types, plan_merge(merged, changes))
     rounds_codes = merge_files(merged)
     if rounds_codes:
         log.info(

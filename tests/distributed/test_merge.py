@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge
 from qlora_fsdp.common import files
-from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.errors import DataError, RunFolderError
 from qlora_fsdp.config.reading.commands import read_report_digest
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.data.report_rows import ReportRows, read_report_rows
@@ -504,6 +505,28 @@ def test_a_disk_without_room_for_gguf_is_refused_before_the_merge(adapters, tmp_
     message = capsys.readouterr().err
     assert "merged has room for 0.2 MiB, and the merged model and its GGUF files (f16, q4_0) take " in message
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_base_in_codes_needs_the_room_of_its_weights(adapters, tmp_path: Path, monkeypatch, capsys):
+    """Its files have two weights to a byte, and the result has 16 bits for each."""
+    own = [f"adapter={adapters['llama']}", "report=false"]
+    assert merge.main([*own, f"out={tmp_path / 'nf4'}", "quantize=nf4"]) == 0
+    monkeypatch.setattr(gguf_files, "gguf_problems", lambda *_: [])  # whatever is installed
+    monkeypatch.setattr(gguf_files, "free_bytes", lambda folder: 0)
+    needed = []
+    for more in ([], [f"model.path={tmp_path / 'nf4'}", "other_base=true", "base=dequantized"]):
+        capsys.readouterr()
+        assert merge.main([*own, f"out={tmp_path / 'merged'}", "gguf=f32", *more]) == 2
+        needed += re.findall(r"GGUF files \(f32\) take (\S+ \S+)\.", capsys.readouterr().err)
+    assert len(needed) == 2 and needed[0] == needed[1]
+
+
+@pytest.mark.parametrize("said", ["[Errno 28] No space left on device", "4096 requested and 12 written"])
+def test_a_disk_that_is_full_while_gguf_is_written_is_told_so(tmp_path: Path, said: str):
+    (tmp_path / "convert_hf_to_gguf.py").write_text(f"raise OSError({said!r})")
+    told = r"out=.* can't be written: No space left on device\. Free space"
+    with pytest.raises(RunFolderError, match=told), merge_files.merging_to(tmp_path):
+        gguf_files.write_gguf_model(tmp_path, ["q8_0"], str(tmp_path), trusts_code=False)
 
 
 def test_what_a_killed_conversion_has_left_is_removed(tmp_path: Path):

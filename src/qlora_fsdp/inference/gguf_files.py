@@ -11,9 +11,11 @@ rsLoRA and no patterns: other scalings go into B.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,10 +35,10 @@ from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import printable_lines, show_bytes
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX
+from qlora_fsdp.inference.merge_files import MergePlan
 from qlora_fsdp.inference.merge_weights import VALUES_A_TIME, ParameterChange, find_parameter_changes
 from qlora_fsdp.model.adapters.serving import adapted_experts
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 MODEL_CONVERTER = "convert_hf_to_gguf.py"
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
@@ -46,6 +48,7 @@ GGUF_BLOCK = 32  # weights that share a scale in Q4_0 and Q8_0
 ENDS = ("token_embd", "output")  # embeddings and head in GGUF
 # Bytes of 32 weights in each type: those of 8 and of 4 bits have a scale of 16 bits beside them
 BLOCK_BYTES = {"f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q4_0": 18}
+FULL_DISK = rf"\[Errno {errno.ENOSPC}\]|\d+ requested and \d+ written"  # in an error of Python's, and of numpy's
 SHOWN_LINES = 8  # of what the converter said, where it fails
 NAMING_CODE = ("config.json", "tokenizer_config.json")  # files by which transformers finds code of a model's own
 
@@ -151,24 +154,22 @@ def gguf_name(kind: str, type_name: str) -> str:
     return f"{kind}-{type_name.upper()}.gguf"
 
 
-def check_gguf_room(out: Path, types: Sequence[str], base: Sequence[StoredTensor]) -> None:
+def check_gguf_room(out: Path, types: Sequence[str], plan: MergePlan) -> None:
     """Refuse a folder that has no room for a merged model and its GGUF files, before anything is merged.
 
     Args:
         out: the folder, which may have some of the files already.
         types: of the GGUF files.
-        base: the tensors of the base's files.
+        plan: what the merge writes.
 
     Raises:
         RunFolderError: it has less room than the files take that are missing.
     """
-    num_weights = sum(math.prod(tensor.shape) for tensor in base)
     missing = [name for name in types if not (out / gguf_name("model", name)).is_file()]
-    sizes = [num_weights * BLOCK_BYTES[name] // GGUF_BLOCK for name in missing]
+    sizes = [plan.num_weights * BLOCK_BYTES[name] // GGUF_BLOCK for name in missing]
     if "q4_0" in missing:
-        sizes.append(num_weights * BLOCK_BYTES["f16"] // GGUF_BLOCK)  # the file of which it is made
-    sizes += [tensor.num_bytes for tensor in base if not (out / tensor.file.name).is_file()]
-    needed = sum(sizes)
+        sizes.append(plan.num_weights * BLOCK_BYTES["f16"] // GGUF_BLOCK)  # the file of which it is made
+    needed = sum(sizes) + plan.missing_bytes(out)
     free = free_bytes(out)
     if free < needed:
         raise RunFolderError(
@@ -217,6 +218,7 @@ def _convert(converter: Path, arguments: Sequence[str]) -> None:
 
     Raises:
         CheckpointError: it failed.
+        OSError: it did because the disk is full.
     """
     # Its modules lie beside it, where Python does not look while PYTHONSAFEPATH is set.
     paths = [str(converter.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -229,6 +231,8 @@ def _convert(converter: Path, arguments: Sequence[str]) -> None:
         check=False,
         env=environment,
     )
+    if done.returncode and re.search(FULL_DISK, done.stderr):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if done.returncode:
         said = printable_lines("\n".join(done.stderr.strip().splitlines()[-SHOWN_LINES:]))
         raise CheckpointError(

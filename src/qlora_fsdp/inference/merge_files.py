@@ -74,7 +74,7 @@ def merge_files(merge: merge_weights.Merge) -> bool:
     changes = merge_weights.find_parameter_changes(merge.trained.model.base, merge.adapter)
     merge_weights.check_shared_layers(merge.trained.model.base, changes)
     with merging_to(merge.out):
-        plan = _plan(merge, changes)
+        plan = plan_merge(merge, changes)
         _check_room(merge.out, plan)
         _open_folder(merge)
         if merge.format is not None:
@@ -127,20 +127,26 @@ def _open_folder(merge: merge_weights.Merge) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class MergePlan:
     """What is written.
 
     Attributes:
         by_file: the tensors of the base's files that the result has too, by the names of the result's files.
         extra: weights that the base's files lack, by their names.
         codes: which of the tensors become codes, by their keys, and what of the model each is.
+        num_weights: how many numbers the result has, without scales of codes.
         num_bytes: of each file of the result, about.
     """
 
     by_file: dict[str, list[StoredTensor]]
     extra: dict[str, Assignment]
     codes: dict[str, merge_weights.PieceUse]
+    num_weights: int
     num_bytes: dict[str, int]
+
+    def missing_bytes(self, out: Path) -> int:
+        """Of the files that are not there yet."""
+        return sum(size for name, size in self.num_bytes.items() if not (out / name).is_file())
 
     @property
     def plain(self) -> list[StoredTensor]:
@@ -160,7 +166,7 @@ class _Plan:
         return f"{text}."
 
 
-def _plan(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> _Plan:
+def plan_merge(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> MergePlan:
     """What the files of the result are.
 
     Raises:
@@ -173,27 +179,31 @@ def _plan(merge: merge_weights.Merge, changes: dict[str, merge_weights.Parameter
         by_file[BASE_NAME] = by_file.pop(SINGLE_NAME)
     codes = merge_weights.find_codes(merge)
     assignments = _by_key(merge)
+    num_weights = 0
     num_bytes = dict.fromkeys(by_file, 0)
     for name, tensors in by_file.items():
         for stored in tensors:
             if stored.key in codes:
                 assert merge.format is not None
-                num_bytes[name] += int(codes[stored.key].num_weights * merge.format.bits / 8)
-            elif stored.key in assignments:
-                dtype = merge_weights.written_dtype(stored, merge)
-                num_bytes[name] += assignments[stored.key].num_elements * dtype.itemsize
+                num_elements = codes[stored.key].num_weights
+                num_bytes[name] += int(num_elements * merge.format.bits / 8)
+            elif stored.key in assignments:  # a base's codes of 4 bits are two to a byte
+                num_elements = assignments[stored.key].num_elements
+                num_bytes[name] += num_elements * merge_weights.written_dtype(stored, merge).itemsize
             else:
+                num_elements = math.prod(stored.shape)
                 num_bytes[name] += stored.num_bytes
-    return _Plan(by_file, extra, codes, num_bytes)
+            num_weights += num_elements
+    return MergePlan(by_file, extra, codes, num_weights, num_bytes)
 
 
-def _check_room(out: Path, plan: _Plan) -> None:
+def _check_room(out: Path, plan: MergePlan) -> None:
     """Refuse a folder that has no room for the files that are not there yet.
 
     Raises:
         RunFolderError: it has none.
     """
-    needed = sum(size for name, size in plan.num_bytes.items() if not (out / name).is_file())
+    needed = plan.missing_bytes(out)
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -203,7 +213,7 @@ def _check_room(out: Path, plan: _Plan) -> None:
         )
 
 
-def _write_weights(merge: merge_weights.Merge, merger: merge_weights.WeightMerger, plan: _Plan) -> None:
+def _write_weights(merge: merge_weights.Merge, merger: merge_weights.WeightMerger, plan: MergePlan) -> None:
     """Write every file that is not there yet, and the index."""
     assignments = _by_key(merge)
     uses = merge_weights.find_uses(merge.meta.assignments)
@@ -355,7 +365,7 @@ def _find_extra(merge: merge_weights.Merge, changes: dict[str, merge_weights.Par
     return extra
 
 
-def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool, plan: _Plan) -> None:
+def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool, plan: MergePlan) -> None:
     """Write config.json with what the merge changed, and copy the other small files of base and adapter."""
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in (".json", ".txt", ".jinja", ".model", ".py") and "safetensors" not in file.name
