@@ -74,6 +74,7 @@ class Whole(nn.Module):
 
     transform = None
     embeddings = head = nn.Identity()  # neither is a unit of its own
+    per_layer_tables: tuple[nn.Embedding, ...] = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
