@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
+from qlora_fsdp.config.data_sets import all_paths
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
@@ -76,7 +77,10 @@ class EvaluateSettings(BaseAndAdapterSettings):
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main:
-        refuse([*check_out(settings.out), *_without_tasks(settings), *_with_held_out(config.data)])
+        sources = all_paths(config.data)
+        if settings.tasks is not None:
+            sources = [name for name in settings.tasks.split(",") if name.endswith((".yaml", ".yml"))]
+        refuse([*check_out(settings.out, sources), *_without_tasks(settings), *_with_held_out(config.data)])
     if settings.tasks is not None:
         by = evaluate_on_tasks
     elif config.task.writes_answers:

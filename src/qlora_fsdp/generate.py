@@ -88,7 +88,8 @@ def tell_conversations(system: str | None, arguments: Mapping[str, Any]) -> None
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
     """Load the model, complete every prompt, and print or write the rows in their order."""
-    problems = check_out(settings.out, settings.prompts) if processes.is_main else []
+    sources = [] if settings.prompts is None else [settings.prompts]
+    problems = check_out(settings.out, sources) if processes.is_main else []
     check_generation(settings, config.task, problems)
     rows = _read_rows(settings)
     with quick_imports():

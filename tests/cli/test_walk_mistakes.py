@@ -193,6 +193,22 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
         ["predict", SFT, "data=rows.jsonl", "out=./rows.jsonl"],
         ["out=./rows.jsonl is the file that is read, which would be written over. Set out to another file."],
     ),
+    "predictions over one of their files": (
+        ["predict", SFT, "data.path=[rows.jsonl]", "out=rows.jsonl"],
+        ["out=rows.jsonl is the file that is read"],
+    ),
+    "predictions over rows of a pattern": (
+        ["predict", SFT, "data.path='row*.jsonl'", "out=rows.jsonl"],
+        ["out=rows.jsonl is the file that is read"],
+    ),
+    "figures over their rows": (
+        ["evaluate", SFT, "data=rows.jsonl", "out=rows.jsonl"],
+        ["out=rows.jsonl is the file that is read"],
+    ),
+    "figures over rows of a folder": (
+        ["evaluate", SFT, "data.path=.", "out=rows.jsonl"],
+        ["out=rows.jsonl is the file that is read"],
+    ),
     "completions over their prompts": (
         ["generate", SFT, "prompts=rows.jsonl", "out=rows.jsonl"],
         ["out=rows.jsonl is the file that is read"],

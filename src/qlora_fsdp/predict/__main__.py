@@ -25,6 +25,7 @@ from qlora_fsdp.common.files import digest_file, open_to_append, remove, write_a
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import join_words, plural
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
+from qlora_fsdp.config.data_sets import as_paths
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, DataConfig, ModelConfig, TaskConfig
 from qlora_fsdp.config.settings import show
@@ -154,7 +155,7 @@ def _check(
         reason = "has an unknown ending."
         problems.append(Problem(f"out={settings.out}", reason, "Set out to a file .jsonl or .csv."))
     elif processes.is_main:
-        problems += check_out(settings.out, data.path if isinstance(data.path, str) else None)
+        problems += check_out(settings.out, as_paths(data.path))
     if task.is_causal:
         check_generation(generation, task, problems)
         return

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,10 @@ from qlora_fsdp.common.errors import (
     refuse,
 )
 from qlora_fsdp.common.files import write_atomically
-from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
 from qlora_fsdp.common.text import for_stdout, name_error, printable, printable_lines
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
+from qlora_fsdp.config.data_sets import match
 from qlora_fsdp.config.reading.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
@@ -83,17 +83,17 @@ def print_result(text: str) -> None:
         raise RunFolderError(f"The result can't be printed: {error}. Set out to a file where there is room.") from error
 
 
-def check_out(out: str | None, source: str | None = None) -> list[Problem]:
+def check_out(out: str | None, sources: Iterable[str]) -> list[Problem]:
     """Returns why `write_out` could not write there, before the work begins; None is for no file.
 
     Args:
         out: the file that is to be written.
-        source: the file that is read: it is not written over.
+        sources: files, folders and patterns of what is read: none of these files is written over.
     """
     if out is None:
         return []
     path = Path(out).expanduser()
-    if source is not None and path_exists(source) and path.exists() and path.samefile(Path(source).expanduser()):
+    if path.is_file() and any(_reads(found, path) for source in sources for found in match(source)):
         reason = "is the file that is read, which would be written over."
         return [Problem(f"out={out}", reason, "Set out to another file.")]
     try:
@@ -106,6 +106,13 @@ def check_out(out: str | None, source: str | None = None) -> list[Problem]:
     except OSError as error:
         reason = f"can't be written: {error.strerror or error}."
         return [Problem(f"out={out}", reason, "Set out to a file in a folder that is there and can be written.")]
+
+
+def _reads(found: Path, file: Path) -> bool:
+    """Whether a file is read where a path has led to this file or folder."""
+    if found.is_dir():
+        return file.resolve().is_relative_to(found.resolve())
+    return found.exists() and file.samefile(found)
 
 
 def run_command(
