@@ -114,6 +114,19 @@ def test_a_disk_that_fills_up_ends_no_job_that_runs(
     assert "started" not in captured.out and "can't be written: No space left on device. Free space" in captured.err
 
 
+def test_results_are_told_where_no_link_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(multirun, "link_best", refuse)
+    assert main(["-m", *BASE, "lora.r=2,4", "run.folder=s"]) == 0
+    out = capsys.readouterr().out
+    assert "can't be written" not in out and "is a link" not in out
+    assert "/s: sweep.json, sweep.csv" in out and "Next, with the best:" in out
+
+
 def test_a_job_is_started_with_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", *BASE, "run.name=1.10,true,text-1,'a,b'", "launch.dry_run=true"]) == 0
     words = re.findall(r" (\S*run.name=\S+) ", capsys.readouterr().out)

@@ -93,10 +93,12 @@ def _show(folder: Path) -> list[dict[str, Any]]:
         say(f"\n{show_results(folder, jobs)}\n")
         try:
             write_results(folder, jobs)
-            link = link_best(folder, jobs)
         except OSError as error:
             say(f"These results can't be written to {folder}: {disk_reason(error)}.")
             return jobs
+        link = None
+        with suppress(OSError):  # the file system may have no links, or another command makes this one just now
+            link = link_best(folder, jobs)
         files = "sweep.json, sweep.csv"
         with suppress(RunFolderError):  # no job may have a run folder yet
             write_report([folder])
