@@ -22,6 +22,8 @@ from referencing.jsonschema import DRAFT7
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.launch.kubernetes import IMAGE_USER
+from qlora_fsdp.launch.node_script import notes_on_files_left_here
+from qlora_fsdp.launch.sweep import Job
 from qlora_fsdp.records.run_state import read_run
 from tests.cli.launch import SCRIPT, child_environment, run_forked
 
@@ -365,6 +367,23 @@ def test_files_that_are_on_this_host_alone_are_told(typed: list[str], fix: str, 
     assert "on this host alone" not in told()
     if typed is SKYPILOT:
         assert "on this host alone" not in told("data=rows.jsonl", f"skypilot.workdir={tmp_path}")
+
+
+def test_programs_and_adapters_that_are_on_this_host_alone_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home is written as ~ in the folder that SkyPilot copies, too."""
+    (tmp_path / "rewards.py").write_text("")
+    (tmp_path / "judge").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    reward = ["reward.functions=[rewards.py:good,exact_match]", "reward.models=[judge]"]
+    distill = ["task=distill", "distill.teacher_adapter=judge"]
+    for typed, paths in ((["task=grpo", *reward], ["rewards.py", "judge"]), (distill, ["judge"])):
+        jobs = [Job({}, load_config(["model=tiny", "data=rows.jsonl", *typed]), typed, Path("run"))]
+        notes = notes_on_files_left_here(jobs, [], "copy it.", workdir=None)
+        assert [note.partition(" is on")[0].partition("=")[2] for note in notes] == paths
+        assert notes_on_files_left_here(jobs, [], "copy it.", workdir="~") == []
 
 
 def test_every_path_of_the_dockerfile_is_there() -> None:

@@ -17,11 +17,14 @@ import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub import path_exists
+from qlora_fsdp.config.reward_names import split_function
 from qlora_fsdp.config.schema.facets import Hosts
 from qlora_fsdp.config.settings import all_settings, problem_about, show, value_of
 from qlora_fsdp.launch.sweep import Job, Sweep
 
 MEETING_PORT = 29500
+# Settings that name files too, though they are the same on all hosts of a run, as those of Hosts.place need not be.
+ALSO_FILES = ("reward.functions", "reward.models", "distill.teacher_adapter")
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,19 @@ def notes_on_files_left_here(jobs: Sequence[Job], mounts: Sequence[str], fix: st
         fix: what to do about it, as the end of a sentence that begins with "unless the image has it,".
         workdir: the folder of this host of which each node gets a copy, and in which the run starts.
     """
+    copied = None if workdir is None else Path(workdir).expanduser()
     notes: dict[str, None] = {}
     for job in jobs:
         for key, setting in all_settings().items():
-            if setting.facets.hosts is not Hosts.place:
+            if setting.facets.hosts is not Hosts.place and key not in ALSO_FILES:
                 continue
             value = value_of(job.config, key)
             paths = [value] if isinstance(value, str) else list(value or [])
+            if key == "reward.functions":
+                files = [split_function(name)[0] for name in paths]
+                paths = [file for file in files if file is not None]
             for path in paths:
-                is_copied = workdir is not None and not Path(path).is_absolute() and (Path(workdir) / path).exists()
+                is_copied = copied is not None and not Path(path).is_absolute() and (copied / path).exists()
                 is_seen = is_copied or any(is_below(path, mount) for mount in mounts)
                 if path_exists(path) and not is_seen:
                     notes[f"Note: {show(key, path)} is on this host alone. Unless the image has it, {fix}"] = None
