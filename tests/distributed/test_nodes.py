@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,3 +130,31 @@ def test_other_data_on_another_node_is_refused_on_both(tmp_path: Path, settings:
     settings = [text.replace("SHARED", str(files[1])) for text in settings]
     errors = run_ranks(2, read_on_each, files, tmp_path / "cache", settings, timeout_seconds=120)
     assert errors[0] == errors[1] and told in errors[0]
+
+
+def meet_without_launcher(hosts: list[str]) -> tuple[int, bool, int]:
+    """Meet with what a script of srun or mpirun exports: no LOCAL_WORLD_SIZE. Ranks here, whether they stayed, all."""
+    platform.node = lambda: hosts[int(os.environ["RANK"])]
+    Meeting.new_port()
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_RANK"] = "0"
+    processes = start_processes(300, use_cpu=True)
+    try:
+        return processes.local_num_ranks, processes.folder is None, int(processes.sum([1.0])[0])
+    finally:
+        processes.wait()  # rank 0 may serve the store
+        stop_processes()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (["a", "b", "b"], [(1, True, 3), (2, True, 3), (2, True, 3)]),
+        (["a", "a", "a"], [(3, False, 3)] * 3),
+    ],
+    ids=["several hosts", "one host"],
+)
+def test_ranks_that_no_launcher_has_started_find_out_who_is_on_their_host(
+    hosts: list[str], expected: list[tuple[int, bool, int]]
+) -> None:
+    assert run_ranks(len(hosts), meet_without_launcher, hosts) == expected

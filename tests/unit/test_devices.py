@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
 
 from qlora_fsdp.common.errors import DeviceError
 from qlora_fsdp.config.schema import Dtype
@@ -32,6 +33,8 @@ def test_ranks_without_their_place_on_the_node_are_all_of_one_node(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", take)
+    monkeypatch.setattr(processes, "open_store", lambda *args: HashStore())
+    monkeypatch.setattr(processes, "count_ranks_here", lambda store, rank, num_ranks: num_ranks)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LookupError, match="1"):

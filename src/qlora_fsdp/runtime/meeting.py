@@ -12,6 +12,7 @@ import atexit
 import fcntl
 import hmac
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -27,7 +28,22 @@ from qlora_fsdp.common.errors import RankError
 from qlora_fsdp.common.run_key import is_own_folder, make_key
 
 PREFIX = "qlora-fsdp-"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name, as clones of an image have
 ANSWER_SECONDS = 10.0  # for other ranks to read that they have unlike secrets, before the store may be gone
+
+
+def count_ranks_here(store: Store, rank: int, num_ranks: int) -> int:
+    """Counts the ranks on this host, where no launcher has told it (LOCAL_WORLD_SIZE). Collective.
+
+    Args:
+        store: where anybody may write, and thereby have the ranks of one host meet as those of several hosts do.
+        rank: this process's.
+        num_ranks: of the run.
+    """
+    host = f"{platform.node()} {BOOT_ID.read_text().strip()}"
+    store.set(f"host/{rank}", host)
+    told = store.multi_get([f"host/{each}" for each in range(num_ranks)])
+    return told.count(host.encode())
 
 
 @dataclass

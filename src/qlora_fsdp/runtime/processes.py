@@ -40,7 +40,7 @@ from qlora_fsdp.common.run_key import find_folder, find_key
 from qlora_fsdp.common.text import first_line, shorten
 from qlora_fsdp.config.world import World
 from qlora_fsdp.runtime.board import Board, FolderBoard
-from qlora_fsdp.runtime.meeting import compare_secrets, enter_folder, leave_folder
+from qlora_fsdp.runtime.meeting import compare_secrets, count_ranks_here, enter_folder, leave_folder
 from qlora_fsdp.runtime.packets import Packets, prove_peers
 
 PATIENCE = timedelta(days=7)
@@ -221,18 +221,23 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     world = World.from_environment(os.environ)
     rank, num_ranks = world.rank, world.num_ranks
     _let_files_be_open()
-    device = _choose_device(world, use_cpu)
-    cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_seconds)
-    is_one_node = num_ranks == world.local_num_ranks
-    key, folder = find_key(os.environ, is_one_node), find_folder(os.environ, is_one_node)
     # What a launcher keeps outlives a restart of the ranks (--max_restarts), so each attempt has names of its own.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store: Store
     first_store: Store | None = None  # rank 0 may serve it, and does so until all have met
     try:
-        if "RANK" in os.environ and folder is None:
+        if num_ranks > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
             first_store = open_store(world, timeout)
+            hosts = PrefixStore(f"hosts-{attempt}", first_store)
+            world = replace(world, local_num_ranks=count_ranks_here(hosts, rank, num_ranks))
+        device = _choose_device(world, use_cpu)
+        cuda = device.type == "cuda"
+        is_one_node = num_ranks == world.local_num_ranks
+        key, folder = find_key(os.environ, is_one_node), find_folder(os.environ, is_one_node)
+        if "RANK" in os.environ and folder is None:
+            if first_store is None:
+                first_store = open_store(world, timeout)
             agreed = PrefixStore(f"first-{attempt}", first_store)
             if is_one_node:
                 own = enter_folder(agreed, rank)
@@ -359,7 +364,8 @@ def open_store(world: World, timeout: timedelta) -> Store:
     if not os.environ["MASTER_PORT"].isdecimal():
         raise DeviceError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a number. {start}")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_one_node = world.num_ranks == world.local_num_ranks
+    # Without LOCAL_WORLD_SIZE the ranks may be on several hosts, which they tell one another at this store.
+    is_one_node = world.num_ranks == world.local_num_ranks and "LOCAL_WORLD_SIZE" in os.environ
     is_server = world.rank == 0 and rank_0_holds_store()
     wait_until_known(address, min(NAME_SECONDS, timeout.total_seconds()))
     if not is_server:
