@@ -4,9 +4,10 @@ It reads jobs from stdin, one JSON object a line, and prints a line of JSON for 
 process, one after another, as an import of vLLM takes longer than an engine of a tiny model.
 
 A job is {"name", "base", "dtype", "prompt": [token, ...], "max_tokens", "adapters": {name: folder}, "options",
-"experts": file or null}. Its answer is {"name", "base": tokens, and for each adapter {"tokens", "passed_over"}}: the
-layers of the adapter that vLLM has no place for. In place of tokens stands the message of an error. Where `experts`
-names a file, nothing is generated: vLLM's buffers of the first adapter's experts are multiplied and saved there.
+"experts": file or null}. Its answer is {"name", "base": tokens, "logprobs": of these tokens, and for each adapter
+{"tokens", "passed_over"}}: the layers of the adapter that vLLM has no place for. In place of tokens stands the message
+of an error. Where `experts` names a file, nothing is generated: vLLM's buffers of the first adapter's experts are
+multiplied and saved there.
 """
 
 from __future__ import annotations
@@ -39,17 +40,16 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     """What the base and each adapter answer, by their names."""
     found: dict[str, Any] = {"name": job["name"]}
     try:
+        lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32} if job["adapters"] else {}
         model = LLM(
             job["base"],
             dtype=job["dtype"],
-            enable_lora=True,
-            max_loras=2,
-            max_lora_rank=32,
             max_model_len=128,
             max_num_batched_tokens=128,
             max_num_seqs=2,
             enforce_eager=True,
             skip_tokenizer_init=True,
+            **lora,
             **job["options"],
         )
         requests = [LoRARequest(name, number, path) for number, (name, path) in enumerate(job["adapters"].items(), 1)]
@@ -58,21 +58,25 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             (products,) = model.collective_rpc(multiply_experts, args=(requests[0].lora_int_id,))
             torch.save(products, job["experts"])
             return found
-        found["base"] = complete(model, job, None)
+        found["base"], found["logprobs"] = complete(model, job, None)
         for request in requests:
-            tokens = complete(model, job, request)
+            tokens, _ = complete(model, job, request)
             found[request.lora_name] = {"tokens": tokens, "passed_over": place(model, request)}
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def complete(model: LLM, job: dict[str, Any], request: LoRARequest | None) -> list[int]:
-    """The likeliest tokens after the prompt."""
-    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
+def complete(model: LLM, job: dict[str, Any], request: LoRARequest | None) -> tuple[list[int], list[float]]:
+    """The likeliest tokens after the prompt, and their log-probabilities."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True, logprobs=1
+    )
     prompt = {"prompt_token_ids": job["prompt"]}
     (output,) = model.generate([prompt], sampling, lora_request=request, use_tqdm=False)
-    return list(output.outputs[0].token_ids)
+    (completion,) = output.outputs
+    tokens = list(completion.token_ids)
+    return tokens, [each[token].logprob for token, each in zip(tokens, completion.logprobs, strict=True)]
 
 
 def place(model: LLM, request: LoRARequest) -> list[str]:

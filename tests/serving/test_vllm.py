@@ -7,6 +7,9 @@ Mixtures (qwen3_moe, qwen3_5_moe) do not answer here: as soon as adapters are en
 kernels alone (`select_unquantized_moe_backend`, in 0.32.0), which a CPU does not have, whatever layers are adapted. Of
 these it is shown that vLLM has a place for every layer of the adapter, and puts into its kernels' buffers what stock
 PEFT adds to the weights of the experts.
+
+Of the formats that `merge quantize=...` writes for vLLM, its kernels for a CPU take int4 and fp8 of dense models: these
+answer too, with the probabilities that transformers computes from the same files.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from qlora_fsdp import generate, merge
 from qlora_fsdp.config.world import World
+from qlora_fsdp.inference.merge_formats import has_package
 from qlora_fsdp.training.run import run
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import composing_quickly, load_config
@@ -97,6 +101,7 @@ class Case:
         dtype: in which both sides compute.
         is_original: whether the files are as the model's makers publish them; else as transformers' class has them.
         has_experts: whether it is a mixture, for which nothing is generated.
+        formats: in which it is merged and served too.
     """
 
     family: str
@@ -104,6 +109,7 @@ class Case:
     dtype: str = "float32"
     is_original: bool = True
     has_experts: bool = False
+    formats: tuple[str, ...] = ()
 
     @property
     def sees_images(self) -> bool:
@@ -128,8 +134,10 @@ MISTRAL3 = {
     "vision_config": {**TOWER, "model_type": "pixtral"},
     "tie_word_embeddings": False,
 }
+FORMATS = ("int4", "fp8")
+ATOL_16_BITS = 0.15  # of a log-probability: both sides compute in bfloat16
 CASES = {
-    "llama": Case("llama", TEXT),
+    "llama": Case("llama", TEXT, formats=FORMATS),
     "qwen3": Case("qwen3", TEXT),
     "qwen3_5": Case("qwen3_5", seeing(DELTA, tie_word_embeddings=False), "bfloat16"),
     "gemma3": Case("gemma3", seeing({"sliding_window": 64, "query_pre_attn_scalar": 64})),
@@ -210,6 +218,14 @@ def make_job(name: str, case: Case, folder: Path, rows: Path) -> dict[str, Any]:
     }
 
 
+def make_merged_job(job: dict[str, Any], format: str) -> dict[str, Any]:
+    """Merge the adapter of a job in a format of servers, and describe what vLLM is to do with it."""
+    folder = Path(job["base"]).parent / format
+    arguments = [f"adapter={job['adapters']['adapter']}", f"out={folder}", f"quantize={format}"]
+    assert merge.main(arguments) == 0
+    return {**job, "name": f"{job['name']} {format}", "base": str(folder), "dtype": "bfloat16", "adapters": {}}
+
+
 def generated(argv: list[str]) -> str:
     """What `generate` prints, without the end of the line."""
     printed = io.StringIO()
@@ -248,6 +264,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             folder = place / name
             jobs[name] = make_job(name, case, folder, rows)
             server.stdin.write(json.dumps(jobs[name]) + "\n")
+            for format in case.formats if has_package() else ():
+                merged = make_merged_job(jobs[name], format)
+                server.stdin.write(json.dumps(merged) + "\n")
             server.stdin.flush()
             if case.has_experts:
                 continue
@@ -261,6 +280,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return {
         name: Served(Path(job["base"]).parent, list(job["adapters"])[-1], ours.get(name, ""), theirs[name])
         for name, job in jobs.items()
+    } | {
+        name: Served(place / name.split()[0] / name.split()[1], "", ours[name.split()[0]], answer)
+        for name, answer in theirs.items()
+        if name not in jobs
     }
 
 
@@ -278,6 +301,23 @@ def test_the_adapter_is_applied_and_answers_as_generate_does(served: dict[str, S
     assert answer["passed_over"] == []
     assert answer["tokens"] != found.theirs["base"], "vLLM answers as the base does"
     assert text_of(answer["tokens"]) == found.ours
+
+
+@pytest.mark.skipif(not has_package(), reason="the package compressed-tensors is not installed")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_merged_model_answers_in_a_format_of_servers(served: dict[str, Served], name: str, format: str):
+    found = served[f"{name} {format}"]
+    assert "error" not in found.theirs, found.theirs["error"]
+    tokens = torch.tensor(found.theirs["base"])
+    model = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.bfloat16)
+    prompt = torch.tensor([256, *PROMPT.encode()])
+    with torch.no_grad():
+        logits = model.eval()(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1)
+    of_tokens = expected.gather(1, tokens.unsqueeze(1))[:, 0]
+    torch.testing.assert_close(torch.tensor(found.theirs["logprobs"]), of_tokens, rtol=0, atol=ATOL_16_BITS)
+    assert (of_tokens >= expected.amax(-1) - ATOL_16_BITS).all()  # the likeliest, but for what 16 bits round
 
 
 @pytest.mark.parametrize("name", MIXTURES)
