@@ -160,7 +160,7 @@ def test_it_is_said_which_adapter_is_whose(
     assert ("an expert a tensor" in case) == (reason not in said)
     assert "Note: the adapter is for PEFT. For vLLM it has to be written once more, because" in said
     assert "This folder is for PEFT. vLLM wants its layers in another form, because" in card
-    assert "out=for-vllm write=adapter" in card and "--lora-modules adapter=for-vllm" in card
+    assert "out=for-servers write=adapter" in card and "--lora-modules adapter=for-servers" in card
     capsys.readouterr()
     assert merge.main([f"adapter={trained / 'adapter'}", f"out={tmp_path / 'out'}", "write=adapter"]) == 0
     told = capsys.readouterr().err

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -201,9 +202,14 @@ def disk_reason(error: BaseException) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can be written to a folder, which may not be there yet."""
+    """Bytes that can be written to a folder, which may not be there yet.
+
+    A file system that is no disk (/proc, /sys) has none in all. Nothing of its size says why it can't be written, so
+    that sys.maxsize stands for it: the writing tells.
+    """
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(there).free
+    disk = shutil.disk_usage(there)
+    return disk.free if disk.total else sys.maxsize
 
 
 def find_room(folder: Path, num_bytes: int) -> Iterator[Path]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
-from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
+from qlora_fsdp.common.files import digest_file, free_bytes, remove_leftovers, replacing, write_json
 from qlora_fsdp.common.foreign_files import named_templates, read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
@@ -204,8 +204,7 @@ def _check_room(out: Path, plan: MergePlan) -> None:
         RunFolderError: it has none.
     """
     needed = plan.missing_bytes(out)
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    free = free_bytes(out)
     if free < needed:
         raise RunFolderError(
             f"out={out} has room for {show_bytes(free)}, and the result takes {show_bytes(needed)} there. Free space, "
