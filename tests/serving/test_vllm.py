@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from qlora_fsdp import generate, merge
 from qlora_fsdp.config.world import World
-from qlora_fsdp.inference.merge_formats import has_package
+from qlora_fsdp.inference.merge_formats import find_package_problem
 from qlora_fsdp.training.run import run
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import composing_quickly, load_config
@@ -37,6 +37,7 @@ from tests.helpers.quick_config import composing_quickly, load_config
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / ".serving"
 IS_INSTALLED = (SERVING / ".installed").exists()
+HAS_FORMATS = find_package_problem() is None
 pytestmark = [
     pytest.mark.skipif(not IS_INSTALLED, reason="there is no vLLM here: make test-serving installs it, where it can"),
     pytest.mark.slow,
@@ -264,7 +265,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             folder = place / name
             jobs[name] = make_job(name, case, folder, rows)
             server.stdin.write(json.dumps(jobs[name]) + "\n")
-            for format in case.formats if has_package() else ():
+            for format in case.formats if HAS_FORMATS else ():
                 merged = make_merged_job(jobs[name], format)
                 server.stdin.write(json.dumps(merged) + "\n")
             server.stdin.flush()
@@ -303,7 +304,7 @@ def test_the_adapter_is_applied_and_answers_as_generate_does(served: dict[str, S
     assert text_of(answer["tokens"]) == found.ours
 
 
-@pytest.mark.skipif(not has_package(), reason="the package compressed-tensors is not installed")
+@pytest.mark.skipif(not HAS_FORMATS, reason="the package compressed-tensors is not installed")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_merged_model_answers_in_a_format_of_servers(served: dict[str, Served], name: str, format: str):
