@@ -27,6 +27,7 @@ from qlora_fsdp.inference import gguf_files, merge_files, merge_formats, merge_r
 from qlora_fsdp.inference.rounding import round_to_16_bits
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import SHAPE, VOCAB, make_checkpoint, write_checkpoint
+from tests.helpers.full_disk import fill_after_two_files
 from tests.helpers.lines import write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
@@ -403,16 +404,9 @@ def test_layers_too_narrow_for_blocks_stay_as_they_are(tmp_path: Path):
 
 
 def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_path, monkeypatch, capsys):
-    out, saved = tmp_path / "merged", []
+    out = tmp_path / "merged"
     save = merge_files._save
-
-    def save_two(tensors: dict[str, Tensor], target: Path) -> None:
-        if len(saved) == 2:
-            raise OSError(28, "No space left on device")
-        saved.append(target.name)
-        save(tensors, target)
-
-    monkeypatch.setattr(merge_files, "_save", save_two)
+    saved = fill_after_two_files(monkeypatch)
     arguments = [f"adapter={adapters['llama']}", f"out={out}"]
     assert merge.main(arguments) == 2
     assert "can't be written: No space left on device. Free space there" in capsys.readouterr().err

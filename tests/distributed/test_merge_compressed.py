@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qlora_fsdp import merge
-from qlora_fsdp.inference import merge_files, merge_formats, merge_weights
+from qlora_fsdp.inference import merge_formats, merge_weights
 from qlora_fsdp.inference.rounding import draw_uniform
 from qlora_fsdp.weights.scaled import E2M1
 from tests.helpers.checkpoints import SHAPE, make_checkpoint
+from tests.helpers.full_disk import fill_after_two_files
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
@@ -297,17 +298,9 @@ def test_rounded_at_random_values_are_right_on_average(name: str):
 def test_a_merge_that_was_cut_off_goes_on(bases, adapters, tmp_path: Path, monkeypatch, capsys):
     named = [f"adapter={adapters['llama']}", f"model.path={bases['llama']}", "model.tokenizer_path=bytes"]
     arguments = [*named, f"out={tmp_path / 'out'}", "report=false", "quantize=int4"]
-    save, saved = merge_files._save, []
-
-    def save_two(tensors: dict[str, Tensor], target: Path) -> None:
-        if len(saved) == 2:
-            raise OSError(28, "No space left on device")
-        saved.append(target.name)
-        save(tensors, target)
-
-    monkeypatch.setattr(merge_files, "_save", save_two)
-    assert merge.main(arguments) == 2
-    monkeypatch.setattr(merge_files, "_save", save)
+    with monkeypatch.context() as patched:
+        fill_after_two_files(patched)
+        assert merge.main(arguments) == 2
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     assert merge.main([*arguments, "group_size=64"]) == 2
     assert "holds another merge" in capsys.readouterr().err

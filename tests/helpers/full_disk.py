@@ -37,6 +37,23 @@ def fill_disk(folder: Path, after_lines: int, number: int = errno.ENOSPC) -> Non
     sys.addaudithook(refuse)  # which can't be taken away again, but from a forked process nobody wants that
 
 
+def fill_after_two_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From the third file of weights on, a merge finds the disk full. Returns the names of those written before."""
+    from qlora_fsdp.inference import merge_files  # with torch, which the others do without
+
+    save = merge_files._save
+    saved: list[str] = []
+
+    def save_two(tensors: dict[str, Any], target: Path) -> None:
+        if len(saved) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        saved.append(target.name)
+        save(tensors, target)
+
+    monkeypatch.setattr(merge_files, "_save", save_two)
+    return saved
+
+
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A file system of its own in a new folder, of a size such as `512k`; the test is skipped where that takes root."""

@@ -23,13 +23,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from qlora_fsdp import generate, merge
-from qlora_fsdp.config.world import World
 from qlora_fsdp.inference.gguf_files import gguf_name, write_gguf_model
 from qlora_fsdp.inference.merge_report import load_stock
-from qlora_fsdp.training.run import run
 from tests.helpers.lines import write_lines
-from tests.helpers.quick_config import composing_quickly, load_config
+from tests.helpers.quick_config import composing_quickly
 from tests.helpers.smollm2 import find_gguf, needs_smollm2
+from tests.serving.training import train
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".llama_cpp"
@@ -105,25 +104,9 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
-def train(base: Path, folder: Path, rows: Path) -> Path:
+def train_scaled(base: Path, folder: Path, rows: Path) -> Path:
     """An adapter whose scalings llama.cpp does not know: rsLoRA's, and a rank and an alpha of one layer alone."""
-    settings = [
-        f"model.path={base}",
-        f"run.folder={folder}",
-        f"data.path={rows}",
-        f"data.cache_folder={rows.parent / 'cache'}",
-        "quant=none",
-        "lora.r=8",
-        "lora.use_rslora=true",
-        "lora.rank_pattern={q_proj: 4}",
-        "lora.alpha_pattern={v_proj: 5}",
-        "training.packing=false",
-        "training.max_length=64",
-        "training.max_steps=40",
-        "training.micro_batch_size=4",
-        "training.learning_rate=2e-2",
-    ]
-    run(load_config(settings), World())
+    train(base, folder, rows, "lora.use_rslora=true", "lora.rank_pattern={q_proj: 4}", "lora.alpha_pattern={v_proj: 5}")
     return folder / "adapter"
 
 
@@ -153,7 +136,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, converters_packages: None) 
     base = make_base(folder / "base")
     merged, alone = folder / "merged", folder / "for-llama-cpp"
     with composing_quickly():
-        adapter = train(base, folder / "run", rows)
+        adapter = train_scaled(base, folder / "run", rows)
         converted = [f"adapter={adapter}", f"llama_cpp={LLAMA_CPP}"]
         assert merge.main([*converted, f"out={merged}", f"gguf={','.join(TYPES)}", "report=false"]) == 0
         assert merge.main([*converted, f"out={alone}", "write=adapter", "gguf=f32"]) == 0

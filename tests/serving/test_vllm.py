@@ -28,11 +28,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qlora_fsdp import generate, merge
-from qlora_fsdp.config.world import World
 from qlora_fsdp.inference.merge_formats import find_package_problem
-from qlora_fsdp.training.run import run
 from tests.helpers.lines import write_lines
-from tests.helpers.quick_config import composing_quickly, load_config
+from tests.helpers.quick_config import composing_quickly
+from tests.serving.training import train
 
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / ".serving"
@@ -177,28 +176,10 @@ def make_base(case: Case, folder: Path) -> Path:
     return folder
 
 
-def train(base: Path, folder: Path, rows: Path) -> None:
-    settings = [
-        f"model.path={base}",
-        "model.tokenizer_path=bytes",
-        f"run.folder={folder}",
-        f"data.path={rows}",
-        f"data.cache_folder={rows.parent / 'cache'}",
-        "quant=none",
-        "lora.r=8",
-        "training.packing=false",
-        "training.max_length=64",
-        "training.max_steps=40",
-        "training.micro_batch_size=4",
-        "training.learning_rate=2e-2",
-    ]
-    run(load_config(settings), World())
-
-
 def make_job(name: str, case: Case, folder: Path, rows: Path) -> dict[str, Any]:
     """Train an adapter, write it for servers where that is asked for, and describe what vLLM is to do."""
     base = make_base(case, folder / "base")
-    train(base, folder / "run", rows)
+    train(base, folder / "run", rows, "model.tokenizer_path=bytes")
     adapters = {"adapter": str(folder / "run" / "adapter")}
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert "not_served_because" not in summary

@@ -239,9 +239,8 @@ class CompressedTensorsFormat(WeightFormat):
         self.bits = kind.bits + (kind.scale_bits / self.group_size if self.group_size is not None else 0)
         self.has_whole_scale = kind.has_whole_scale
         if kind.scale_bits == 8:
-            self.computes_in = (
-                torch.bfloat16
-            )  # to which the package (0.20) decompresses 4-bit floats, whatever is asked
+            # The package (0.20) decompresses 4-bit floats to it, whatever is asked.
+            self.computes_in = torch.bfloat16
         # transformers (5.23) leaves out the whole weight's scale when it decompresses experts.
         self.has_experts = not kind.has_whole_scale
 

@@ -32,7 +32,6 @@ import os
 import platform
 import resource
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -47,6 +46,7 @@ import torch
 from qlora_fsdp.common.errors import RunFolderError, refuse
 from qlora_fsdp.common.files import (
     disk_reason,
+    free_bytes,
     is_write_error,
     open_to_append,
     remove,
@@ -146,7 +146,7 @@ def check_room(folder: Path, num_bytes: int, file_bytes: int, processes: Process
     Raises:
         RunFolderError: there is no room, or the system lets a rank write no such file; raised on every rank.
     """
-    free = shutil.disk_usage(folder).free if processes.is_main else num_bytes
+    free = free_bytes(folder) if processes.is_main else num_bytes
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     problem = None
     if free < num_bytes:

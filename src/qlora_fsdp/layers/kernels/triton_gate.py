@@ -12,9 +12,6 @@ to products.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 from dataclasses import dataclass
-
-# Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 from functools import reduce
 
 import torch
