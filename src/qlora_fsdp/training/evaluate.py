@@ -96,22 +96,20 @@ def evaluate(
         is_stopped: asked before each micro-batch; it must answer the same on every rank. If it is true, the evaluation
             ends and the result is None.
     """
-    was_training = model.training
-    model.eval()
     everything = np.arange(len(data))
     loss_sum = torch.zeros((), dtype=torch.float32, device=processes.device)
     stopped = False
     model.forget_outputs()
-    if model.looks_ahead:
+    with model.without_dropout():
+        if model.looks_ahead:
+            with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
+                model.look_ahead(batches, processes)
+            free_gathered(model)  # a recorded micro-batch gathers the root itself
         with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
-            model.look_ahead(batches, processes)
-        free_gathered(model)  # a recorded micro-batch gathers the root itself
-    with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
-        for batch in batches:
-            if stopped := is_stopped():
-                break
-            loss_sum += passes.evaluate(batch)
-    model.train(was_training)
+            for batch in batches:
+                if stopped := is_stopped():
+                    break
+                loss_sum += passes.evaluate(batch)
     free_gathered(model)
     if stopped:
         return None

@@ -85,18 +85,16 @@ class Generations:
         """
         if not self.rows:
             return []
-        was_training = model.training
-        model.eval()
-        mine = self._complete_in_slots(model) if self._can_use_slots(model) else None
-        if self.uses_slots:
-            why_not = self.processes.first_error(mine if isinstance(mine, str) else None)
-            if why_not is not None:
-                log.warning(f"Generations: a pass through the model for every token: {why_not}")
-            if why_not is not None and isinstance(model, FSDPModule):
-                mine = None  # all ranks, or none, take part in passes
-        if not isinstance(mine, dict):
-            mine = self._complete_by_passes(model)
-        model.train(was_training)
+        with model.without_dropout():
+            mine = self._complete_in_slots(model) if self._can_use_slots(model) else None
+            if self.uses_slots:
+                why_not = self.processes.first_error(mine if isinstance(mine, str) else None)
+                if why_not is not None:
+                    log.warning(f"Generations: a pass through the model for every token: {why_not}")
+                if why_not is not None and isinstance(model, FSDPModule):
+                    mine = None  # all ranks, or none, take part in passes
+            if not isinstance(mine, dict):
+                mine = self._complete_by_passes(model)
         texts: dict[int, str] = {}
         for part in self.processes.gather(mine, dict[int, str]):
             texts |= part

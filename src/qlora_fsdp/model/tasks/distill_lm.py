@@ -99,10 +99,5 @@ class DistillLM(AnsweringLM):
             with self.as_reference():
                 yield
             return
-        was_training = self.training
-        self.eval()
-        try:
-            with self.teacher.in_place():
-                yield
-        finally:
-            self.train(was_training)
+        with self.without_dropout(), self.teacher.in_place():
+            yield

@@ -89,14 +89,12 @@ class PolicyLM(AnsweringLM):
 
         Both models are without dropout.
         """
-        was_training = self.training
-        self.eval()
-        if wants == "reference" and self.frozen is not None:
-            with self.frozen.in_place():
-                found: Tensor = self(batch, "reference")
-        else:
-            found = self(batch, wants)
-        self.train(was_training)
+        with self.without_dropout():
+            if wants == "reference" and self.frozen is not None:
+                with self.frozen.in_place():
+                    found: Tensor = self(batch, "reference")
+            else:
+                found = self(batch, wants)
         return found.masked_fill(batch.targets == IGNORE_INDEX, 0.0)
 
     def may_get_zero_gradient(self, name: str) -> bool:

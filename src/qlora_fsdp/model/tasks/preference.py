@@ -126,21 +126,24 @@ class PreferenceLM(ReferencedLM):
             batches: this rank's, of a whole step or evaluation, before their losses are computed.
             processes: all ranks take part.
         """
-        sums, was_training = torch.zeros(2, dtype=torch.float64, device=processes.device), self.training
-        self.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
+        with self.without_dropout():
+            self._add_divergences(batches, sums)
+        total, count = processes.sum(sums.tolist())
+        self._moved(sums).fill_(max(0.0, total / max(1.0, count)))
+
+    def _add_divergences(self, batches: Iterable[Batch], sums: Tensor) -> None:
+        """Adds to float64 `sums` [2] how far this rank's answers are from the reference, and how many there are."""
         for batch in batches:
             assert batch.mismatched is not None
-            mismatched = batch.mismatched.to(processes.device)
+            mismatched = batch.mismatched.to(sums.device)
             logps = self(mismatched, "log_probs")
             if batch.reference is not None:
-                reference = batch.reference[:, 1].to(processes.device)
+                reference = batch.reference[:, 1].to(sums.device)
             else:
                 with nullcontext() if self.frozen is None else self.frozen.in_place():
                     reference = self(mismatched, "reference")
             sums += torch.stack([(logps - reference).double().sum(), sums.new_tensor(len(logps))])
-        self.train(was_training)
-        total, count = processes.sum(sums.tolist())
-        self._moved(sums).fill_(max(0.0, total / max(1.0, count)))
 
     def _moved(self, like: Tensor) -> Tensor:
         """How far the model has moved from the reference, as `look_ahead` found it last; 0 before that.

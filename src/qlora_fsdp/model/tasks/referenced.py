@@ -61,19 +61,16 @@ class ReferencedLM(CausalLM):
         layers: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         layers = [] if self.starts_from_adapter else layers
         scalings = [dict(layer.scaling) for layer in layers]
-        was_training = self.training
-        self.eval()
         for layer in layers:
             layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
             layer._disable_adapters = bool(layer.lora_variant)
         try:
-            with torch.no_grad():
+            with self.without_dropout(), torch.no_grad():
                 yield
         finally:
             for layer, scaling in zip(layers, scalings, strict=True):
                 layer.scaling.update(scaling)
                 layer._disable_adapters = False
-            self.train(was_training)
 
     def freeze_start(self, keeps_copy: bool) -> None:
         """Make the adapter as it is now, which training starts from, part of the reference.

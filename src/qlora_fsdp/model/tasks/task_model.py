@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import peft
@@ -62,6 +63,16 @@ class TaskModel(nn.Module):
         """The output head, without the trained rows of new tokens; None for a classifier."""
         head = self.base.get_output_embeddings()
         return None if head is None else plain_table(head)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """A context in which the model computes as in use: in eval() mode, and as before behind it."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
 
     @property
     def per_layer_tables(self) -> list[nn.Embedding]:

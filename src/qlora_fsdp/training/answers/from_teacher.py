@@ -137,15 +137,13 @@ class FromTeacher:
         """The divergence of a token of answers as `loss`, and the model's other figures; the same on every rank."""
         rows = self.rows(answered)
         laid = AnsweredStep.of(rows, self.layout, self.split, self.processes.rank)
-        was_training = self.model.training
-        self.model.eval()
         self.model.forget_outputs()
         total = 0.0
-        for batch in self._batches(answered, laid):
-            placed = place(batch, self.processes.device, self.deterministic)
-            total += float(self.model(self.model.with_reference(placed)))
+        with self.model.without_dropout():
+            for batch in self._batches(answered, laid):
+                placed = place(batch, self.processes.device, self.deterministic)
+                total += float(self.model(self.model.with_reference(placed)))
         free_gathered(self.model)
-        self.model.train(was_training)
         [loss] = self.processes.sum([total])
         return {"loss": loss / self.num_targets(rows), **self.model.take_metrics(self.processes)}
 

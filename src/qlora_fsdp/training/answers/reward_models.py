@@ -88,21 +88,19 @@ class RewardModels:
         laid = AnsweredStep.of(rows, self.layout, self.split, self.processes.rank)
         nothing = np.zeros(len(completions))
         found = np.zeros((len(completions), len(self.adapters)))
-        was_training = self.model.training
-        self.model.eval()
-        for number, adapter in enumerate(self.adapters):
-            own: dict[int, float] = {}
-            with adapter.in_place():
-                for micro, batch in enumerate(laid.batches(nothing, nothing)):
-                    ids, ends = laid.row_ends(micro, batch.input_ids.shape[1])
-                    at_ends = replace(batch, label_positions=torch.tensor(ends, dtype=torch.int64))
-                    hidden = self.model(place(at_ends, self.processes.device, False), "hidden")
-                    assert adapter.head is not None
-                    values = hidden.float() @ adapter.head[0]
-                    own |= dict(zip(ids, values.tolist(), strict=True))
-            free_gathered(self.model)
-            for part in self.processes.gather(own, dict[int, float]):
-                for row, value in part.items():
-                    found[row, number] = value
-        self.model.train(was_training)
+        with self.model.without_dropout():
+            for number, adapter in enumerate(self.adapters):
+                own: dict[int, float] = {}
+                with adapter.in_place():
+                    for micro, batch in enumerate(laid.batches(nothing, nothing)):
+                        ids, ends = laid.row_ends(micro, batch.input_ids.shape[1])
+                        at_ends = replace(batch, label_positions=torch.tensor(ends, dtype=torch.int64))
+                        hidden = self.model(place(at_ends, self.processes.device, False), "hidden")
+                        assert adapter.head is not None
+                        values = hidden.float() @ adapter.head[0]
+                        own |= dict(zip(ids, values.tolist(), strict=True))
+                free_gathered(self.model)
+                for part in self.processes.gather(own, dict[int, float]):
+                    for row, value in part.items():
+                        found[row, number] = value
         return found

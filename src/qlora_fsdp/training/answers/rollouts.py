@@ -159,24 +159,22 @@ class Rollouts:
             return
         settings = self.settings
         sampling = Sampling(settings.temperature, settings.top_k or None, settings.top_p, min_p=settings.min_p)
-        was_training = self.model.training
-        self.model.eval()
-        completer = Completer(
-            self.model.base,
-            self.processes.device,
-            sampling,
-            self.ends,
-            self.tokenizer.pad_token_id or 0,
-            settings.max_slots,
-            by_rows=ByRows(self.model) if isinstance(self.model, FSDPModule) else None,
-            stops=self.stops,
-            is_keyed=True,
-        )
-        try:
-            completer.complete(requests)
-        finally:
-            completer.release()
-            self.model.train(was_training)
+        with self.model.without_dropout():
+            completer = Completer(
+                self.model.base,
+                self.processes.device,
+                sampling,
+                self.ends,
+                self.tokenizer.pad_token_id or 0,
+                settings.max_slots,
+                by_rows=ByRows(self.model) if isinstance(self.model, FSDPModule) else None,
+                stops=self.stops,
+                is_keyed=True,
+            )
+            try:
+                completer.complete(requests)
+            finally:
+                completer.release()
 
 
 def describe_shares(num_answers: int, num_shares: int, settings: RolloutConfig) -> str:
