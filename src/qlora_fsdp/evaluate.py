@@ -22,7 +22,7 @@ from qlora_fsdp.config.data_sets import all_paths
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
 from qlora_fsdp.config.schema import Config, DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.specs import DataSpec, StepSpec
+from qlora_fsdp.config.specs import DataSpec, ShardSpec, StepSpec
 from qlora_fsdp.runtime.run_command import check_out, log, print_result, run_command, write_out
 
 if TYPE_CHECKING:
@@ -176,13 +176,14 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
         from qlora_fsdp.data.questions import prepare_questions
         from qlora_fsdp.data.sequences import SequenceSettings
         from qlora_fsdp.data.split import BatchSplit
-        from qlora_fsdp.inference.trained import load_trained
+        from qlora_fsdp.inference.trained import fits_whole, load_trained
         from qlora_fsdp.model.tasks.distill_lm import DistillLM
         from qlora_fsdp.training.answers.evaluate import evaluate_answers
         from qlora_fsdp.training.answers.from_teacher import FromTeacher, put_teacher_in
         from qlora_fsdp.training.answers.reward_models import RewardModels
         from qlora_fsdp.training.answers.rewarded import RewardedAnswers
         from qlora_fsdp.training.answers.rollouts import Rollouts
+        from qlora_fsdp.training.answers.teacher_model import assemble_teacher, check_teacher_positions, load_teacher
 
     trained = load_trained(config, settings, processes, generates=True)
     for note in trained.notes:
@@ -202,6 +203,13 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
     teaching = None
     if isinstance(trained.model, DistillLM):
         put_teacher_in(trained, config.distill, str(config.model.path), processes)
+        teacher = assemble_teacher(config, trained, processes)
+        if teacher is not None:
+            check_teacher_positions(teacher, config.training.max_length)
+            shards = ShardSpec.whole()
+            if processes.num_ranks > 1 and not fits_whole(teacher, False, processes):
+                shards = ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks)
+            trained.model.teacher = load_teacher(teacher, shards, config.training.seed, processes)
         seed = config.training.seed
         teaching = FromTeacher(trained.model, config.distill, layout, split, seed, processes, False)
     rewarded = RewardedAnswers(rollouts, config.reward, 0, processes, models)

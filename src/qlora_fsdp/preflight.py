@@ -17,6 +17,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ from qlora_fsdp.memory.show import (
     table,
 )
 from qlora_fsdp.memory.speed import load_seconds, planned_tokens_per_second
+from qlora_fsdp.memory.traced import TracedModel
 from qlora_fsdp.memory.workload import Workload, check_graph
 
 if TYPE_CHECKING:
@@ -147,8 +149,31 @@ def _trace(config: Config, hardware: Hardware) -> tuple[Workload, int | None, li
     scale_rope(text, config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
     traced = trace_config(model, config)
-    work = Workload(traced, config, hardware.count, hardware.local_count, 1 if size == AUTO else size)
+    work = Workload(
+        traced,
+        config,
+        hardware.count,
+        hardware.local_count,
+        1 if size == AUTO else size,
+        teacher_model=_trace_teacher(config),
+    )
     return work, getattr(text, "max_position_embeddings", None), padded
+
+
+def _trace_teacher(config: Config) -> TracedModel | None:
+    """A teacher that is a model of its own, of which its config.json alone is read; None without one."""
+    path = config.distill.teacher_model
+    if path is None:
+        return None
+    from qlora_fsdp.model.find import make_config
+    from qlora_fsdp.tracing.model_tracer import trace_config
+
+    named = replace(config.model, name="custom", path=path, revision=None, config={}, rope_scaling={})
+    try:
+        model = make_config(_read_config(named), path)
+        return trace_config(model, config.with_values({"model.path": path}), is_trained=False)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace("model.path", "distill.teacher_model")) from error
 
 
 def _describe_changes(choice: Choice, changes: Sequence[Change], target: float) -> list[str]:

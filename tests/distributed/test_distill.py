@@ -19,7 +19,14 @@ from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.training.answers.rollouts import Completion
 from tests.helpers.answers import lines_of, train_and_record
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.distillation import by_adapter, distill_settings, make_teacher, write_taught
+from tests.helpers.distillation import (
+    by_adapter,
+    by_model,
+    distill_settings,
+    make_teacher,
+    make_teacher_model,
+    write_taught,
+)
 from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, run_ranks
@@ -36,14 +43,16 @@ Found = tuple[list[list[Completion]], list[dict[str, float]]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distill")
     make_teacher(folder)
+    make_teacher_model(folder)
     return folder
 
 
 def cases(folder: Path) -> dict[str, list[str]]:
-    """Runs by name: with an adapter that teaches, with the base and hints, with both on answers that the data has."""
+    """Runs by name: taught by an adapter, by the base with hints, by another model, and on answers in the data."""
     return {
         "adapter": [by_adapter(folder), "distill.beta=0.5", "rollout.num_generations=2"],
         "hints": [HINTED],
+        "model": [by_model(folder), HINTED, "distill.beta=0.2", "quant=nf4"],
         "given": [by_adapter(folder), HINTED, "distill.beta=0.3", "distill.lmbda=0.5"],
     }
 
@@ -70,7 +79,7 @@ def stock_step(argv: list[str], completions: Sequence[list[int]] | None) -> tupl
     tokenizer = byte_tokenizer()
     stock = Path(config.model.path or "")
     student = add_lora(load_stock(stock, config.quant), config)
-    teacher: Any = load_stock(stock, config.quant)
+    teacher: Any = load_stock(Path(distill.teacher_model or stock), config.quant)
     if distill.teacher_adapter is not None:
         teacher = peft.PeftModel.from_pretrained(teacher, distill.teacher_adapter)
     order = epoch_order(len(rows), config.training.seed, 0)[: config.training.global_batch_size]
@@ -89,6 +98,7 @@ def stock_step(argv: list[str], completions: Sequence[list[int]] | None) -> tupl
         logits = student(torch.tensor([own + answer])).logits[0, len(own) - 1 : -1]
         with torch.no_grad():
             teachers = teacher(torch.tensor([others + answer])).logits[0, len(others) - 1 : -1]
+        teachers = teachers[:, : logits.shape[1]]  # a larger table's rows, which stand for no token
         total = total + divergence(logits.log_softmax(-1), teachers.log_softmax(-1), distill.beta)
         num_tokens += len(answer)
     loss = total / num_tokens
@@ -109,7 +119,7 @@ def divergence(own: torch.Tensor, teachers: torch.Tensor, beta: float) -> torch.
     return beta * kl(teachers, mixed) + (1 - beta) * kl(own, mixed)
 
 
-@pytest.mark.parametrize("case", ["adapter", "hints", "given"])
+@pytest.mark.parametrize("case", ["adapter", "hints", "model", "given"])
 def test_stock_models_give_the_same_loss_and_gradient(folder: Path, case: str) -> None:
     written, lines = trained(folder, 1)[case]
     argv = distill_settings(folder, f"1-{case}", *cases(folder)[case])
@@ -166,7 +176,8 @@ def train_and_evaluate(argv: Sequence[str], evaluation: Sequence[str]) -> str:
 def test_evaluate_finds_what_training_found(folder: Path, num_ranks: int) -> None:
     held_out = write_taught(folder / "held_out.jsonl", 5)
     functions = folder / "functions.py"
-    more = [by_adapter(folder), HINTED, f"data.eval_path={held_out}", "rollout.num_generations_eval=2"]
+    teacher = by_adapter(folder) if num_ranks == 1 else by_model(folder)
+    more = [teacher, HINTED, f"data.eval_path={held_out}", "rollout.num_generations_eval=2"]
     more += [f"reward.functions=[{functions}:vowels]", "reward.pass_threshold=0.01", "training.max_steps=2"]
     argv = distill_settings(folder, f"use-{num_ranks}", *more)
     run_folder = folder / "runs" / f"use-{num_ranks}"
@@ -196,3 +207,24 @@ def test_teachers_that_cannot_be_used_are_refused(folder: Path) -> None:
     for name, (more, told) in refused.items():
         with pytest.raises(RanksFailed, match=told):
             run_ranks(1, train_here, distill_settings(folder, name, by_adapter(folder), *more))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(folder: Path) -> None:
+    for name in ("other", "same"):
+        make_checkpoint("llama", folder / f"teacher_{name}", seed=5)
+        tokenizer = byte_tokenizer()
+        if name == "other":
+            tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(folder / f"teacher_{name}")
+    told = "teacher_other has another tokenizer than the model: 1 token in one of them alone"
+    with pytest.raises(RanksFailed, match=told):
+        run_ranks(2, train_here, distill_settings(folder, "tokens", f"distill.teacher_model={folder}/teacher_other"))
+    argv = distill_settings(folder, "tokens", f"distill.teacher_model={folder}/teacher_same", "training.max_steps=1")
+    run_ranks(2, train_here, argv)
+    assert lines_of(argv)[0]["loss"] > 0
+
+
+def test_a_teacher_that_knows_fewer_positions_is_refused(folder: Path) -> None:
+    argv = distill_settings(folder, "positions", by_model(folder), "training.max_length=300")
+    with pytest.raises(RanksFailed, match="the teacher was made for 256 positions"):
+        run_ranks(1, train_here, argv)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from tests.helpers.answers import answer_settings
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import SHAPE, VOCAB, make_checkpoint, write_checkpoint
 from tests.helpers.lines import write_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_here
@@ -39,11 +41,24 @@ def distill_settings(folder: Path, name: str, *more: str) -> list[str]:
     made = answer_settings(folder / "model", folder, name, "quant=none")
     own = [text for text in made if not text.startswith(("task=", "reward.", "rollout.num", "data.path="))]
     rows = write_taught(folder / "asked.jsonl")
-    if any(text.startswith("fsdp=") for text in more):
-        own = [text for text in own if not text.startswith("fsdp=")]
+    for group in ("fsdp=", "quant="):
+        if any(text.startswith(group) for text in more):
+            own = [text for text in own if not text.startswith(group)]
     return ["task=distill", *own, f"data.path={rows}", *more]
 
 
 def by_adapter(folder: Path) -> str:
     """The setting of the teacher that `make_teacher` has made."""
     return f"distill.teacher_adapter={folder / 'teacher' / 'adapter'}"
+
+
+def make_teacher_model(folder: Path) -> None:
+    """Another base in `teacher_model`: wider and deeper, with tied tables that have rows for 16 tokens more."""
+    wider = {"hidden_size": 128, "num_hidden_layers": 3, "vocab_size": VOCAB + 16}
+    config = AutoConfig.for_model("qwen2", **SHAPE | wider, tie_word_embeddings=True, initializer_range=0.1)
+    write_checkpoint(config, folder / "teacher_model", seed=3)
+
+
+def by_model(folder: Path) -> str:
+    """The setting of the teacher that `make_teacher_model` has made."""
+    return f"distill.teacher_model={folder / 'teacher_model'}"

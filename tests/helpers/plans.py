@@ -16,15 +16,20 @@ from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
 
 
-def traced(config: Config, fused: frozenset[str] = FUSED_KERNELS, dtype: torch.dtype = torch.bfloat16) -> ModelTracer:
+def traced(
+    config: Config,
+    fused: frozenset[str] = FUSED_KERNELS,
+    dtype: torch.dtype = torch.bfloat16,
+    is_trained: bool = True,
+) -> ModelTracer:
     """The tracer of the settings' model on GPUs, with Liger's kernels for all that `fused` names."""
     loss = config.kernels.cross_entropy.value if "cross_entropy" in fused else "torch"
-    return _traced(repr(dict(config.model.config)), fused, "triton" if loss == "auto" else loss, dtype)
+    return _traced(repr(dict(config.model.config)), fused, "triton" if loss == "auto" else loss, dtype, is_trained)
 
 
 @cache
-def _traced(values: str, fused: frozenset[str], loss: Any, dtype: torch.dtype) -> ModelTracer:
+def _traced(values: str, fused: frozenset[str], loss: Any, dtype: torch.dtype, is_trained: bool) -> ModelTracer:
     model_config = make_config(eval(values), "the model")
     attention = traced_attention("auto", model_config, dtype, is_causal=True)
-    computing = Computing(dtype, attention, fused - {"cross_entropy"}, loss, is_cuda=True)
+    computing = Computing(dtype, attention, fused - {"cross_entropy"}, loss, is_cuda=True, is_trained=is_trained)
     return ModelTracer(ModelFiles(None, model_config), computing, NO_TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.memory.answer_slots import plan_answer_slots
 from qlora_fsdp.memory.answer_time import plan_answers
 from qlora_fsdp.memory.gpus import known_gpus
+from qlora_fsdp.memory.model_bytes import ModelBytes
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.speed import step_seconds
 from qlora_fsdp.memory.workload import CACHE_SHARE, Workload
 
 BASE = ["model=llama3.1-8b-base", "data.path=org/name", "training.max_length=768", "training.global_batch_size=64"]
@@ -85,6 +88,27 @@ def test_adapters_that_reward_or_teach_are_counted_whole(tmp_path: Path) -> None
     taught = plan_of("task=distill", f"distill.teacher_adapter={tmp_path}")
     for plan, number in ((judged, 2), (taught, 1), (plan_of(*ANSWERS, "reward.models=[nowhere]"), 0)):
         assert plan.phases["step"]["other_adapters"] == number * 4 * (8 * 16 + 4)
+
+
+def test_a_teacher_of_its_own_is_counted_with_what_its_pass_takes() -> None:
+    """In 4 bits, split as the model is; beside the model's largest moments are its head and what that gets."""
+    config = load_config([*BASE, "task=distill", "distill.teacher_prompt=hinted", "fsdp=full_shard"])
+    teacher = load_config(["model=llama3.1-70b-base", *BASE[1:], "task=distill"])
+    plain = Workload(traced(config), config, 4, 4, 1)
+    other = config.with_values({"distill.teacher_model": "org/big"})
+    both = replace(plain, config=other, teacher_model=traced(teacher, is_trained=False))
+    alone, taught = (make_plan(work, [Policy.full] * work.num_layers) for work in (plain, both))
+    theirs = ModelBytes(Workload(traced(teacher), teacher, 4, 4, 1)).resident(with_training=False)
+    own = sum(theirs.values()) - theirs["adapters"]
+    for phase in ("load", "answers", "forward", "backward", "step"):
+        assert taught.phases[phase]["teacher"] == own > 8 * GIB
+    head = VOCAB * 8192 * 2
+    beside = taught.tensor_bytes("backward") - alone.tensor_bytes("backward") - own
+    assert beside == head + 768 * (8192 - 4096) * 2
+    assert taught.tensor_bytes("step") == alone.tensor_bytes("step") + own
+    gpu = known_gpus()["h200"]
+    seconds = [step_seconds(work, [Policy.full] * work.num_layers, gpu) for work in (plain, both)]
+    assert 1.2 * seconds[0] < seconds[1] < 2 * seconds[0]
 
 
 def test_the_time_of_a_step_is_about_what_an_h200_took() -> None:

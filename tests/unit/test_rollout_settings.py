@@ -60,6 +60,11 @@ HINTED = "distill.teacher_prompt=hinted"
 DISTILL_MISTAKES: dict[str, tuple[list[str], str]] = {
     "no teacher": ([], "distill.teacher_adapter=null is the base with the model's own prompts"),
     "no adapter": (["distill.teacher_adapter=nowhere"], "distill.teacher_adapter=nowhere holds no adapter"),
+    "no model": (["distill.teacher_model=./nowhere"], "distill.teacher_model=./nowhere does not exist"),
+    "no config": (["distill.teacher_model=tests"], "distill.teacher_model=tests has no config.json"),
+    "the model itself": (["distill.teacher_model=org/name"], "is the model that is trained, which would be twice"),
+    "an address": (["distill.teacher_model=https://huggingface.co/org/big"], "is an address"),
+    "unknown tokens": (["distill.teacher_model=org/big", "tokenizer.add_tokens=[<new>]"], "the teacher does not know"),
     "beta": ([HINTED, "distill.beta=2"], "distill.beta=2.0 is a part"),
     "lmbda": ([HINTED, "distill.lmbda=1.5"], "distill.lmbda=1.5 is a part"),
     "below": ([HINTED, "distill.lmbda=-1"], "must be finite and at least 0"),
@@ -85,7 +90,8 @@ def test_an_adapter_that_teaches_computes_with_nothing_that_is_trained() -> None
 
 
 def test_a_teacher_that_differs_from_the_model_has_no_problem() -> None:
-    for more in ([HINTED], ["distill.teacher_system_prompt=Think."]):
+    big = "distill.teacher_model=org/big"
+    for more in ([HINTED], ["distill.teacher_system_prompt=Think."], [big], [big, "lora.use_dora=true"]):
         assert check_settings(load_config([*DISTILL, *more])) == []
 
 

@@ -113,10 +113,10 @@ class TaskSpec:
 
         The reference's, unless it is precomputed; and KTO's of mismatched answers, by the model and by the reference.
         Of answers that the model has written itself, its own before the first step on them, and the reference's; or the
-        teacher's.
+        teacher's, where that shares the base.
         """
         if self.name is TaskName.distill:
-            return 1
+            return int(self.distill.shares_base)
         if self.writes_answers:
             return int(self.grpo.needs_old_log_probs) + int(self.grpo.beta > 0)
         if self.name is not TaskName.preference:

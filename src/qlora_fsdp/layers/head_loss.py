@@ -24,7 +24,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX, PIECE_BYTES, loss_chunk
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.layers.divergence import FrozenHeadDivergence
+from qlora_fsdp.layers.divergence import FrozenHead
 from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
 from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
@@ -154,28 +154,10 @@ class HeadLoss:
         bias = None if self.head.bias is None else gather_whole(self.head.bias, device)
         return weight, bias
 
-    def divergences(self, hidden_ND: Tensor, teacher_ND: Tensor, targets_N: Tensor, beta: float) -> Tensor:
-        """How far what is predicted for each token is from what a teacher with the same, frozen head predicts.
-
-        Args:
-            hidden_ND: final hidden states in the compute dtype.
-            teacher_ND: the teacher's, for the same tokens.
-            targets_N: int64, the tokens.
-            beta: of the generalized divergence of Jensen and Shannon (arXiv:2306.13649, equation 1): 0 is the KL of the
-                teacher from the model, 1 that of the model from the teacher.
-
-        Returns:
-            float32 [4, N]: divergences in nats; and, without gradient, entropies of what the model predicts, and the
-            log-probabilities of the targets under the model and under the teacher.
-        """
-        weight, bias = self._frozen_weights(hidden_ND.device)
-        if self.factor != 1.0:
-            hidden_ND = hidden_ND * self.factor
-            teacher_ND = teacher_ND * self.factor
-        found = FrozenHeadDivergence.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, teacher_ND, weight, bias, targets_N, self.softcap, beta, loss_chunk(self.vocab_size)
-        )
-        return torch.stack(found)
+    def as_frozen(self, device: torch.device) -> FrozenHead:
+        """The frozen linear head, whole, for the divergence from a teacher. Collective where it is in shards."""
+        weight, bias = self._frozen_weights(device)
+        return FrozenHead(weight, bias, self.factor, self.softcap)
 
     def _chunk_losses(self, hidden: Tensor, targets: Tensor, wants_entropy: bool, smoothing: float) -> Tensor:
         logits = LogitTransform(cap=self.softcap)(self.logits(hidden).float())

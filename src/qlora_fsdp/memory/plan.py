@@ -35,7 +35,7 @@ from qlora_fsdp.common.sizes import (
     offload_buffer_bytes,
     round_up,
 )
-from qlora_fsdp.config.schema import Weights
+from qlora_fsdp.config.schema import EmbeddingStorage, Weights
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import LayerUse
@@ -187,7 +187,9 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
     A number, also 0, says that weights are dequantized ahead.
     """
     has_graph, uses = is_captured(work, policies), work.layer_uses(policies)
-    resident = model.resident(with_training=True) | {"other_adapters": other_adapter_bytes(work)}
+    teacher = None if work.teacher is None else TeacherBytes(work, ModelBytes(work.teacher))
+    taught_by = {} if teacher is None else {"teacher": teacher.resident}
+    resident = model.resident(with_training=True) | {"other_adapters": other_adapter_bytes(work)} | taught_by
     if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
     largest, held = _passes(work, model, uses, resident, DequantizedWeights(work)), 0
@@ -200,8 +202,13 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
     answers = {}
     if work.config.task.writes_answers:
         answers["answers"] = _answer_bytes(work, model, resident)
+    if teacher is not None:
+        largest["forward"] = _largest(
+            [teacher.beside(largest["forward"]), *(_add(resident, moment) for moment in teacher.moments())]
+        )
+        largest["backward"] = teacher.beside(largest["backward"])
     phases = {
-        "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
+        "load": model.resident(with_training=False) | taught_by | {"workspace": LOAD_STAGING},
         **answers,
         **largest,
         "step": resident | {"gradients": model.step_gradients, "dequantized": held, "workspace": WORKSPACE},
@@ -221,6 +228,52 @@ def _passes(
         "forward": _largest(_add(resident, moment) for moment in forward),
         "backward": _largest(_add(resident, moment) for moment in backward),
     }
+
+
+class TeacherBytes:
+    """Bytes of a teacher that is a model of its own, beside the one that learns.
+
+    Args:
+        work: of the one that learns.
+        model: the teacher's.
+
+    Attributes:
+        resident: that a rank holds all the time.
+        hidden: what the teacher's head gets of a micro-batch, beyond what the trace of the model counts for it.
+        head: the teacher's head, whole while the loss is computed; 0 where the rank has it whole anyway.
+    """
+
+    def __init__(self, work: Workload, model: ModelBytes) -> None:
+        assert work.teacher is not None
+        self.model = model
+        self.work = work.teacher
+        self.resident = sum(model.resident(with_training=False).values())
+        self.hidden = max(0, self.work.ends.hidden - work.ends.hidden)
+        tables = [tensor for tensors in model.ends.values() for tensor in tensors if tensor.part == "embeddings"]
+        table = max(tables, key=lambda tensor: tensor.shard_bytes(1), default=None)
+        whole = 0 if table is None else table.shard_bytes(1)
+        self.head = whole if self.work.num_shards > 1 else 0
+        if self.work.config.quant.embeddings is EmbeddingStorage.int8:
+            self.head = 2 * whole  # dequantized
+
+    def moments(self) -> Iterator[BytesByPart]:
+        """What the pass of the teacher needs beyond the resident parts: while tables are read, and while layers run."""
+        model, ends = self.model, self.work.ends
+        yield {
+            "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
+            "activations": ends.lookup,
+            "workspace": WORKSPACE,
+        }
+        layer = max(use.forward for use in self.work.layer_uses([Policy.full] * self.work.num_layers))
+        yield {
+            "gathered": model.running_layer + model.ahead_in_forward(self.work.num_layers),
+            "activations": ends.shared + 2 * ends.hidden + layer,
+            "workspace": WORKSPACE,
+        }
+
+    def beside(self, moment: BytesByPart) -> BytesByPart:
+        """A moment of the model that learns, with what is there of the teacher's pass and for the loss."""
+        return _add(moment, {"gathered": self.head, "activations": self.hidden})
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:

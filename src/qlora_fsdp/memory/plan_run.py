@@ -84,11 +84,12 @@ class RunPlan:
     lines: tuple[str, ...]
     offloaded_bytes: tuple[int, int] = (0, 0)
 
-    def with_model(self, model: TracedModel) -> RunPlan:
-        """The plan that another rank has told, with this rank's model."""
+    def with_models(self, model: TracedModel, teacher: TracedModel | None) -> RunPlan:
+        """The plan that another rank has told, with this rank's model, and its teacher where that is another one."""
         if self.plan is None:
             return self
-        return replace(self, plan=replace(self.plan, work=replace(self.plan.work, model=model)))
+        work = replace(self.plan.work, model=model, teacher_model=teacher)
+        return replace(self, plan=replace(self.plan, work=work))
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def plan_run(
     model: TracedModel,
     quant: QuantConfig,
     machine: Machine,
+    teacher: TracedModel | None = None,
 ) -> RunPlan:
     """Choose what the settings leave open, and check the rest against the machine.
 
@@ -113,6 +115,7 @@ def plan_run(
         model: the model, which can be asked what it takes under any settings.
         quant: how the weights are quantized, which a quantized checkpoint decides by itself.
         machine: what the run has.
+        teacher: a teacher that is a model of its own; None without one.
 
     Raises:
         ConfigError: the weights alone need more than `memory.target_gib`.
@@ -128,6 +131,7 @@ def plan_run(
         1 if size == AUTO else size,
         machine.is_cuda,
         machine.can_read_peers,
+        teacher,
     )
     host = machine.host_available if machine.is_cuda else math.inf
     choice = use_spare(choose(work, replace(machine.room, host=host)), machine.target)

@@ -22,6 +22,7 @@ PARTS = {  # the rows of the table, in order
     "embeddings": "embeddings and head",
     "adapters": "adapters",
     "other_adapters": "adapters that reward or teach",
+    "teacher": "the teacher's weights",
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "gathered": "gathered layers",
@@ -77,7 +78,10 @@ def speed_text(plan: MemoryPlan, gpu: Gpu) -> str:
 
 def read_bytes(work: Workload) -> int:
     """Bytes of the bfloat16 files that are read; none for random weights."""
-    return 0 if work.config.model.weights is Weights.random else work.parts.num_parameters * 2
+    num_parameters = work.parts.num_parameters
+    if work.teacher is not None:
+        num_parameters += work.teacher.parts.num_parameters
+    return 0 if work.config.model.weights is Weights.random else num_parameters * 2
 
 
 def remarks(choice: Choice, room: Room) -> list[str]:

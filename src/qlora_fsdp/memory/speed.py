@@ -65,13 +65,15 @@ def planned_tokens_per_second(plan: MemoryPlan, gpu: Gpu) -> float:
 def load_seconds(plan: MemoryPlan) -> dict[str, float]:
     """Seconds to read bfloat16 files from `disk` or `page_cache` and quantize them, or to make `random` weights."""
     work = plan.work
-    num_bytes, quant = work.parts.num_parameters * 2, work.config.quant
+    quant = work.config.quant
+    models = [work.parts] if work.teacher is None else [work.parts, work.teacher.parts]
+    num_bytes = 2 * sum(parts.num_parameters for parts in models)
     pinning = plan.host.get("parameters", 0) / (PIN_GB_S * 1e9)
     if work.config.model.weights is Weights.random:
         return {"random": num_bytes / work.num_shards / (RANDOM_GB_S * 1e9) + pinning}
     cached = num_bytes / work.num_shards / (CACHED_GB_S * 1e9)
     if work.num_shards > 1 and quant.load_in_4bit and quant.bnb_4bit_use_double_quant:
-        cached += work.parts.num_quantized * GATHER_SECONDS
+        cached += sum(parts.num_quantized for parts in models) * GATHER_SECONDS
     cached += pinning
     on_a_host = num_bytes * min(1.0, work.local_num_ranks / work.num_shards)
     return {"disk": max(cached, on_a_host / (DISK_GB_S * 1e9)), "page_cache": cached}
@@ -83,7 +85,17 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     for index, key in enumerate(work.keys(policies)):
         if key not in seconds:
             seconds[key] = _layer_seconds(work, index, key[1], gpu)
-    return sum(seconds[key] for key in work.keys(policies)) + _ends_seconds(work, gpu)
+    teaching = 0.0 if work.teacher is None else _pass_seconds(work.teacher, gpu)
+    return sum(seconds[key] for key in work.keys(policies)) + _ends_seconds(work, gpu) + teaching
+
+
+def _pass_seconds(work: Workload, gpu: Gpu) -> float:
+    """Seconds of a forward without gradient, of a teacher that is a model of its own."""
+    seconds = _ends_seconds(work, gpu) / 2  # without a gradient it is half of the products
+    for kind, use in zip(work.layers, work.layer_uses([Policy.full] * work.num_layers), strict=True):
+        transfer = _transfer_seconds(work, sum_bytes(kind.tensors).total, gpu)
+        seconds += max(_compute_seconds(use.in_forward, gpu), transfer)
+    return seconds
 
 
 def _saved_seconds(work: Workload, num_kept: int, gpu: Gpu) -> float:
@@ -97,11 +109,13 @@ def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Seconds that Python takes to start the kernels of a micro-batch."""
     num_extra = work.modules.task.num_extra_forwards
     num_recomputed = sum(policy.recomputes for policy in policies)
-    of_forward = len(policies) * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
+    of_layer = LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0)
+    of_forward = len(policies) * of_layer
+    teaching = 0.0 if work.teacher is None else work.teacher.num_layers * of_layer
     if is_captured(work, policies):  # but for what KTO does before the step
         num_launched = num_extra - int(work.modules.task.computes_reference)
         return REPLAY_SECONDS + num_launched * of_forward
-    return (3 + num_extra + RECOMPUTED_LAUNCHES * num_recomputed / len(policies)) * of_forward
+    return (3 + num_extra + RECOMPUTED_LAUNCHES * num_recomputed / len(policies)) * of_forward + teaching
 
 
 def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> float:

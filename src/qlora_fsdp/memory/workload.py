@@ -51,6 +51,7 @@ class Workload:
         micro_batch_size: sequences per rank and forward pass.
         is_cuda: whether the rank has a GPU. If not, the plan is about host memory.
         can_read_peers: whether the GPUs of a host can read one another's memory.
+        teacher_model: a teacher that is a model of its own, without adapters; None without one.
     """
 
     model: TracedModel = field(metadata=STAYS)
@@ -60,6 +61,12 @@ class Workload:
     micro_batch_size: int
     is_cuda: bool = True
     can_read_peers: bool = True
+    teacher_model: TracedModel | None = field(default=None, metadata=STAYS)
+
+    @cached_property
+    def teacher(self) -> Workload | None:
+        """The same micro-batches for a teacher that is a model of its own; None without one."""
+        return None if self.teacher_model is None else replace(self, model=self.teacher_model, teacher_model=None)
 
     def with_values(self, values: Mapping[str, Any]) -> Workload:
         """The same run under other settings, by their keys."""

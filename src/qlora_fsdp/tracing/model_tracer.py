@@ -38,6 +38,7 @@ from qlora_fsdp.layers.rewire import rewire, use_head_pieces
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize
 from qlora_fsdp.model.adapters.apply import check_no_experts_are_trained_whole
+from qlora_fsdp.model.adapters.read_adapter import NO_ADAPTER
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss
 from qlora_fsdp.model.build import BuildSettings, build_model, kind_of
 from qlora_fsdp.model.count import count_bytes
@@ -69,6 +70,7 @@ class Computing:
         is_cuda: whether it computes on a GPU.
         transform: what makes a causal model's logits of its head's output, see `CausalLM`.
         unreached: linear layers that no gradient reaches, see `Traits`.
+        is_trained: whether it has adapters. A teacher that is a model of its own has none.
     """
 
     dtype: torch.dtype
@@ -78,6 +80,7 @@ class Computing:
     is_cuda: bool
     transform: LogitTransform | None = UNCHANGED
     unreached: frozenset[str] = frozenset()
+    is_trained: bool = True
 
 
 class UntraceableModel(CheckpointError):
@@ -170,6 +173,8 @@ class ModelTracer:
 
     def _build(self, modules: ModuleSpec) -> _Built:
         computing = self.computing
+        if not computing.is_trained:
+            modules = replace(modules, lora=NO_ADAPTER)
         attention = computing.attention
         if modules.num_slices > 1:
             attention = slice_attention(attention, modules.num_slices, None)
@@ -197,7 +202,8 @@ class ModelTracer:
         )
         check_no_experts_are_trained_whole(model)
         add_router_loss(model, modules.router_aux_loss_coef)
-        rewire(model, modules.compute, modules.kernels)
+        if computing.is_trained:
+            rewire(model, modules.compute, modules.kernels)
         if not model.layers:
             raise ValueError("it has no transformer layers")
         stand_ins, order = find_kinds(model)
@@ -235,12 +241,19 @@ def trace_assembled(assembled: AssembledModel, is_cuda: bool) -> ModelTracer:
         is_cuda=is_cuda,
         transform=assembled.model.transform,
         unreached=spec.unreached,
+        is_trained=spec.trains,
     )
     return ModelTracer(spec.files, computing, spec.tokens, spec.trust_remote_code)
 
 
-def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
-    """The tracer of a model of which only the config is known, for a run on recent GPUs."""
+def trace_config(model_config: PretrainedConfig, config: Config, is_trained: bool = True) -> ModelTracer:
+    """The tracer of a model of which only the config is known, for a run on recent GPUs.
+
+    Args:
+        model_config: the model's.
+        config: the settings of the run.
+        is_trained: whether it is the model that is trained, or a teacher beside it.
+    """
     dtype = planned_dtype(config.training.precision)
     text = model_config.get_text_config()
     num_slices, max_length = config.distributed.num_slices, config.training.max_length
@@ -255,7 +268,16 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
         attention = whole_attention(attention, None, model_config, num_slices, torch.device("cuda"))
     liger = planned_liger_kernels(config.kernels, model_config)
     loss = {Kernel.auto: "triton", Kernel.liger: "liger", Kernel.torch: "torch"}[config.kernels.cross_entropy]
-    computing = Computing(dtype, attention, liger, cast(LossKernel, loss), True, traits.transform, traits.unreached)
+    computing = Computing(
+        dtype,
+        attention,
+        liger,
+        cast(LossKernel, loss),
+        is_cuda=True,
+        transform=traits.transform,
+        unreached=traits.unreached,
+        is_trained=is_trained,
+    )
     names = {*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens}
     # The model may have rows for some of these already. Only the tokenizer knows, which is not loaded here.
     num_rows = getattr(text, "vocab_size", 0)  # a model without a vocabulary is refused where it is built

@@ -40,7 +40,8 @@ from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
 from qlora_fsdp.runtime.hardware import choose_dtype, dtype_name, find_machine, hold_to
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
+from qlora_fsdp.tracing.model_tracer import ModelTracer, UntraceableModel, trace_assembled
+from qlora_fsdp.training.answers.teacher_model import assemble_teacher, check_teacher_positions
 from qlora_fsdp.training.checkpoints.resume import resumed_run
 from qlora_fsdp.training.memory_use import PhasePeaks, start_snapshot
 from qlora_fsdp.training.start_adapter import assemble_for_training
@@ -54,6 +55,7 @@ class Prepared:
     Attributes:
         spec: the run, of which nothing is open.
         assembled: the model on meta, and what it was assembled from.
+        teacher: the same of a teacher that is a model of its own; None without one.
         base: fingerprint of the model files; None for random weights.
         base_layers: fingerprint of the transformer layers only, by which an adapter remembers its base.
         start: the adapter that the run starts from; None for a new one.
@@ -69,6 +71,7 @@ class Prepared:
 
     spec: RunSpec
     assembled: AssembledModel
+    teacher: AssembledModel | None
     base: str | None
     base_layers: str | None
     start: SavedAdapter | None
@@ -124,9 +127,10 @@ def prepare(
     base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
+    teacher = assemble_teacher(config, assembled, processes)
     machine = find_machine(config.memory.target_gib, processes)
     settled = config.with_values({"training.packing": assembled.spec.packs_rows})
-    run_plan = _plan_memory(settled, assembled, machine, processes, choices)
+    run_plan = _plan_memory(settled, assembled, teacher, machine, processes, choices)
     inputs = InputOffload(run_plan.offloaded_bytes)
     set_activation_policy(model.layers, run_plan.policies, inputs)
     spec = _resolve(config, assembled, run_plan, processes)
@@ -134,18 +138,22 @@ def prepare(
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     for note in (*missing, *assembled.notes):
         log.info(f"Note: {note}")
+    for note in [] if teacher is None else teacher.notes:
+        log.info(f"Note on the teacher: {note}")
     _log_model(assembled, sizes)
     for line in run_plan.lines:
         log.info(f"Memory: {line}")
     is_cuda = device.type == "cuda"
     check_graph(spec.modules, spec.shards.cpu_offload, run_plan.policies, has_dropout(model), is_cuda)
     earlier = resumed_run(config.checkpoint)
-    data, split = _prepare_data(spec, assembled, processes, folder, first_step, earlier)
+    data, split = _prepare_data(spec, assembled, teacher, processes, folder, first_step, earlier)
     flops = count_flops(model, meta.config.get_text_config())
     # Recomputing a layer exchanges heads again, so ranks that share sequences must have the same policy all the time.
     is_auto = config.memory.activations is Activations.auto and run_plan.num_slices == 1
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
-    return Prepared(spec, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(
+        spec, assembled, teacher, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks
+    )
 
 
 def _resolve(config: Config, assembled: AssembledModel, run_plan: RunPlan, processes: Processes) -> RunSpec:
@@ -181,20 +189,25 @@ def _resolve(config: Config, assembled: AssembledModel, run_plan: RunPlan, proce
 
 
 def _plan_memory(
-    config: Config, assembled: AssembledModel, machine: Machine, processes: Processes, choices: Mapping[str, Any]
+    config: Config,
+    assembled: AssembledModel,
+    teacher: AssembledModel | None,
+    machine: Machine,
+    processes: Processes,
+    choices: Mapping[str, Any],
 ) -> RunPlan:
     """Choose what the settings leave open, change the model accordingly, and hold the GPU to its memory target."""
     model, device = assembled.model, processes.device
     # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
-    own = _plan(config.with_values(choices), assembled, machine) if processes.is_main else None
+    own = _plan(config.with_values(choices), assembled, teacher, machine) if processes.is_main else None
     may_choose_anew = not config.optim.name.is_bitsandbytes  # which fits no other shards
     if own is not None and choices and not own.fits and may_choose_anew:
         shown = ", ".join(show(key, value) for key, value in choices.items())
         log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {shown}")
-        own = _plan(config, assembled, machine)
+        own = _plan(config, assembled, teacher, machine)
     run_plan: RunPlan = processes.share(own, RunPlan)
     if not processes.is_main:
-        run_plan = run_plan.with_model(trace_assembled(assembled, machine.is_cuda))
+        run_plan = run_plan.with_models(trace_assembled(assembled, machine.is_cuda), _traced(teacher, machine))
     use_tiles(model.layers, run_plan.num_tile_tokens)
     use_head_pieces(model.head, run_plan.head_in_pieces)
     share_sequences(assembled, run_plan.num_slices, processes)
@@ -205,14 +218,19 @@ def _plan_memory(
     return run_plan
 
 
-def _plan(config: Config, assembled: AssembledModel, machine: Machine) -> RunPlan:
-    """The plan of a model that is traced on meta."""
+def _traced(teacher: AssembledModel | None, machine: Machine) -> ModelTracer | None:
+    return None if teacher is None else trace_assembled(teacher, machine.is_cuda)
+
+
+def _plan(config: Config, assembled: AssembledModel, teacher: AssembledModel | None, machine: Machine) -> RunPlan:
+    """The plan of a model that is traced on meta, and of its teacher."""
     try:
         return plan_run(
             config,
             trace_assembled(assembled, machine.is_cuda),
             quant_settings(assembled.meta.format, config.quant),
             machine,
+            _traced(teacher, machine),
         )
     except UntraceableModel as error:
         return run_without_plan(config, len(assembled.model.layers), str(error))
@@ -232,6 +250,7 @@ def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
 def _prepare_data(
     spec: RunSpec,
     assembled: AssembledModel,
+    teacher: AssembledModel | None,
     processes: Processes,
     folder: Path,
     first_step: int,
@@ -253,6 +272,8 @@ def _prepare_data(
             grouped = replace(data.train, group_size=split.global_batch_size)
             data = replace(data, train=grouped)
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
+    if teacher is not None:
+        check_teacher_positions(teacher, spec.data.max_length)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, processes.device)
     for line in str(data.report).splitlines():

@@ -33,6 +33,7 @@ from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.settle import ModelSpec
+from qlora_fsdp.model.tasks.distill_lm import DistillLM
 from qlora_fsdp.records.journal import note_missing_key
 from qlora_fsdp.records.record_files import find_holder, records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
@@ -44,6 +45,7 @@ from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now
 from qlora_fsdp.runtime.processes import Processes, start_processes
 from qlora_fsdp.runtime.watch import Watch, ending_together
 from qlora_fsdp.sharding.materialize import materialize
+from qlora_fsdp.training.answers.teacher_model import load_teacher
 from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, verify_files
 from qlora_fsdp.training.checkpoints.resume import (
     check_base,
@@ -229,6 +231,10 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
             shows_progress=True,
             before_proof=lambda: prepared.peaks.enter("proof"),
         )
+    teacher = prepared.teacher
+    if teacher is not None:
+        assert isinstance(prepared.model, DistillLM)
+        prepared.model.teacher = load_teacher(teacher, spec.shards, seed, processes)
     num_read = loaded.num_bytes_read
     seconds = loaded.load_seconds
     proof = loaded.proof

@@ -80,10 +80,10 @@ def check_model(model: ModelConfig, is_dry_run: bool) -> Iterator[Problem]:
         yield problem_with(model, "model.path", reason, fix)
     if model.path is not None:
         fix = "Set model.path to a folder with config.json and safetensors files."
-        yield from _check_path("model.path", model.path, fix)
+        yield from check_path("model.path", model.path, fix)
     if model.tokenizer_path is not None and model.tokenizer_path != "bytes":
         fix = "Set model.tokenizer_path to a folder with a tokenizer."
-        yield from _check_path("model.tokenizer_path", model.tokenizer_path, fix)
+        yield from check_path("model.tokenizer_path", model.tokenizer_path, fix)
 
 
 def check_packages(model: ModelConfig) -> Iterator[Problem]:
@@ -95,7 +95,8 @@ def check_packages(model: ModelConfig) -> Iterator[Problem]:
         yield problem_with(model, "model.attn_implementation", reason, fix)
 
 
-def _check_path(key: str, path: str, fix: str) -> Iterator[Problem]:
+def check_path(key: str, path: str, fix: str) -> Iterator[Problem]:
+    """Yields why a setting's value is neither a folder that is there nor a name on the hub."""
     if re.match(r"https?://", path):
         name = "/".join(path.split("/")[3:5])
         fix = f"Set {key}={name}, the name on the hub, or a folder."

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.adapter.adapter_config import adapter_problems
+from qlora_fsdp.config.adapter.adapter_config import ADAPTER_CONFIG, adapter_problems
+from qlora_fsdp.config.checks.check_model import check_path
 from qlora_fsdp.config.reward_names import BUILT_IN, PACKAGES, model_name, split_function
 from qlora_fsdp.config.schema import (
     CheckpointConfig,
@@ -21,10 +23,10 @@ from qlora_fsdp.config.schema import (
     Kernel,
     LoraConfig,
     LossOn,
+    ModelConfig,
     RewardConfig,
     TaskConfig,
     TaskName,
-    TokenizerConfig,
 )
 from qlora_fsdp.config.settings import problem_about, problem_with, show
 
@@ -94,10 +96,11 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
         yield problem_with(rollout, "rollout.num_generations", reason, "Set rollout.num_generations=8, the default.")
     if config.task.name is TaskName.distill:
         yield from _check_teacher(config.distill, config.lora)
+        yield from _check_teacher_model(config.distill, config.model)
         if config.memory.head_in_pieces is True:
             reason = "is not there for task=distill: its divergence is computed with the whole head."
             yield problem_with(config.memory, "memory.head_in_pieces", reason, "Leave it out.")
-    yield from _check_other_models(config.task, config.grpo, config.reward, config.lora, config.tokenizer)
+    yield from _check_other_models(config)
     refused = (
         ("kernels.cross_entropy", config.kernels.cross_entropy, Kernel.liger, "sums over all tokens"),
         ("fsdp.cpu_offload", config.fsdp.cpu_offload, True, "has the weights where no text can be written"),
@@ -165,33 +168,64 @@ def _check_teacher(distill: DistillConfig, lora: LoraConfig) -> Iterator[Problem
         reason = "can't be switched off, and the teacher would compute with it."
         yield problem_with(lora, "lora.use_dora", reason, "Set it to false, or leave distill.teacher_adapter out.")
     has_prompt = distill.teacher_prompt is not None or distill.teacher_system_prompt is not None
-    if distill.teacher_adapter is None and not has_prompt and lora.start is None:
+    if distill.teacher_adapter is None and distill.shares_base and not has_prompt and lora.start is None:
         reason = "is the base with the model's own prompts, which is what the model is already: nothing can be learned."
-        fix = "Set it to an adapter of the same base, or set distill.teacher_prompt to a column with other prompts."
+        fix = (
+            "Set it to an adapter of the same base, distill.teacher_model to another model with the same tokenizer, or "
+            "distill.teacher_prompt to a column with other prompts."
+        )
         yield problem_with(distill, "distill.teacher_adapter", reason, fix)
 
 
-def _check_other_models(
-    task: TaskConfig, grpo: GrpoConfig, reward: RewardConfig, lora: LoraConfig, tokenizer: TokenizerConfig
-) -> Iterator[Problem]:
+def _check_teacher_model(distill: DistillConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Yields what is wrong with a teacher that is a model of its own."""
+    path = distill.teacher_model
+    if path is None:
+        return
+    key = "distill.teacher_model"
+    fix = f"Set {key} to a folder with config.json and safetensors files."
+    yield from check_path(key, path, fix)
+    folder = Path(path).expanduser()
+    if (folder / ADAPTER_CONFIG).is_file():
+        reason = "is an adapter, and not a model."
+        fix = "Set distill.teacher_adapter to it where it is of the same base; else merge it (qlora-fsdp merge)."
+        yield problem_about(key, path, reason, fix)
+    elif path_exists(path) and not (folder / "config.json").is_file():
+        yield problem_about(key, path, "has no config.json.", fix)
+    if distill.teacher_adapter is not None:
+        reason = f"can't be used with {show(key, path)}: it would be of that model, which teaches as it is."
+        fix = "Merge the two (qlora-fsdp merge), and name the merged model alone."
+        yield problem_with(distill, "distill.teacher_adapter", reason, fix)
+    if path == model.path:
+        reason = "is the model that is trained, which would be twice in memory."
+        fix = "Leave it out: the base without the adapter teaches by distill.teacher_prompt, or with lora.start."
+        yield problem_about(key, path, reason, fix)
+
+
+def _check_other_models(config: Config) -> Iterator[Problem]:
     """Yields what the run trains beside the matrices, which a model of the same base would compute with, too."""
-    trained: dict[str, Any] = {
-        "tokenizer.add_tokens": tokenizer.add_tokens,
-        "tokenizer.add_special_tokens": tokenizer.add_special_tokens,
-        "lora.modules_to_save": lora.modules_to_save,
+    grpo = config.grpo
+    lora = config.lora
+    of_tokens: dict[str, Any] = {
+        "tokenizer.add_tokens": config.tokenizer.add_tokens,
+        "tokenizer.add_special_tokens": config.tokenizer.add_special_tokens,
     }
+    trained = {**of_tokens, "lora.modules_to_save": lora.modules_to_save}
     if grpo.beta > 0 and lora.start is None:
         for key, value in trained.items():
             if value:
                 reason = f"is trained beside the adapter, and with grpo.beta={grpo.beta:g} the reference would have it."
                 yield problem_about(key, value, reason, "Set grpo.beta=0, or leave it out.")
-    if reward.models:
+    if config.reward.models:
         for key, value in {**trained, "lora.use_dora": lora.use_dora}.items():
             if value:
                 reason = "is trained beside the matrices, and reward.models would compute with it."
                 yield problem_about(key, value, reason, f"Leave {key} out, or use reward.functions.")
-    if task.name is TaskName.distill:
-        for key, value in trained.items():
-            if value:
-                reason = "is trained beside the matrices, and the teacher would compute with it."
-                yield problem_about(key, value, reason, f"Leave {key} out.")
+    if config.task.name is not TaskName.distill:
+        return
+    for key, value in (trained if config.distill.shares_base else of_tokens).items():
+        if value:
+            reason = "is trained beside the matrices, and the teacher would compute with it."
+            if not config.distill.shares_base:
+                reason = "makes tokens that the teacher does not know."
+            yield problem_about(key, value, reason, f"Leave {key} out.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qlora_fsdp.config.schema.facets import Files, Run, at_least, setting, when
+from qlora_fsdp.config.schema.facets import Files, Hosts, Run, at_least, setting, when
 from qlora_fsdp.config.schema.task import TaskName
 
 _OF_DISTILL = when("task.name", TaskName.distill, fix="task=distill")
@@ -14,6 +14,16 @@ _OF_DISTILL = when("task.name", TaskName.distill, fix="task=distill")
 class DistillConfig:
     # The teacher: the folder of an adapter on the same base. null: the base without an adapter.
     teacher_adapter: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
+    # A teacher of another base: a folder of a model or a hub name, quantized and sharded as the model is, and with the
+    # same tokenizer. null: teacher and model share the base.
+    teacher_model: str | None = setting(
+        None,
+        Run.other,
+        _OF_DISTILL,
+        files=Files.users,
+        other_names=("teacher_model_name_or_path",),
+        hosts=Hosts.place,
+    )
     # The column that has the prompt as the teacher gets it, text or messages as the prompt is: with hints, examples or
     # the solution that the model itself does not see. null: the model's own prompt.
     teacher_prompt: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
@@ -26,3 +36,8 @@ class DistillConfig:
     # teacher's; 0 the forward KL; between them the generalized divergence of Jensen and Shannon. Logits of both are
     # divided by rollout.temperature.
     beta: float = setting(1.0, Run.other, _OF_DISTILL, files=Files.users, bounds=at_least(0))
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether the teacher is a pass of the base that is trained."""
+        return self.teacher_model is None

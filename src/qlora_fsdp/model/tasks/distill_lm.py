@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import peft
@@ -14,19 +14,36 @@ from torch import Tensor
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import DistillConfig, RolloutConfig
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.divergence import FrozenHead, WholeTeacher, divergences
 from qlora_fsdp.layers.head_loss import HeadLoss, LogitTransform
 from qlora_fsdp.model.adapters.other_adapter import OtherAdapter
 from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
 from qlora_fsdp.model.tasks.mismatch import MISMATCH, count_bins
+from qlora_fsdp.runtime.fsdp_state import free_gathered
 
 FIGURES = ("entropy", "teacher_log_prob", f"{MISMATCH}/mean")
+
+
+@dataclass(frozen=True)
+class OtherModel:
+    """A model of its own that teaches: loaded, maybe in shards, without an adapter.
+
+    It is no module, so that the model which it teaches has it beside itself and not in itself: not among the parameters
+    that are trained, sharded and saved.
+
+    Attributes:
+        model: the teacher.
+    """
+
+    model: DistillLM
 
 
 class DistillLM(AnsweringLM):
     """A PEFT-wrapped causal language model with the divergence of its answers' tokens from a teacher.
 
-    Teacher and model share the base and its head, so that the teacher is a further pass without gradient, which gives
-    what the head gets. The head then computes both distributions, some tokens at a time.
+    A teacher that shares the base and its head is a further pass without gradient, which gives what the head gets; one
+    that is a model of its own gives what its own head gets. The head, or the two, then compute both distributions, some
+    tokens at a time.
 
     Args:
         model: the wrapped model, on meta or not.
@@ -35,7 +52,7 @@ class DistillLM(AnsweringLM):
         transform: see `CausalLM`.
 
     Attributes:
-        teacher: the teacher's adapter; None: the base without one.
+        teacher: the teacher's adapter, or the teacher; None: the base without an adapter.
 
     Raises:
         ConfigError: the temperature can't be used with the model, or its head is trained or makes logits in a way of
@@ -51,7 +68,7 @@ class DistillLM(AnsweringLM):
     ) -> None:
         super().__init__(model, rollout, "torch", transform, FIGURES)
         self.settings = settings
-        self.teacher = cast(OtherAdapter | None, None)
+        self.teacher = cast(OtherAdapter | OtherModel | None, None)
         if self.head not in self.gathered_by_model:
             how = "makes its logits in a way of its own" if transform is None else "has a head that is trained"
             fix = "Leave lm_head out of lora.target_modules and lora.modules_to_save, or train another model."
@@ -72,32 +89,45 @@ class DistillLM(AnsweringLM):
     def _loss(self, batch: Batch, hidden: Tensor) -> Tensor:
         taught = batch.taught
         assert taught is not None and taught.hidden is not None
-        head = cast(HeadLoss, self.base.get_output_embeddings().forward)
         targets = batch.targets.flatten()[taught.positions]
-        found = head.divergences(hidden, taught.hidden, targets, self.settings.beta)
-        divergences, entropies, own, teachers = found.unbind()
+        head = self.frozen_head(hidden.device)
+        teachers_head = head
+        if isinstance(self.teacher, OtherModel):
+            teachers_head = self.teacher.model.frozen_head(hidden.device)
+        found = divergences(hidden, head, WholeTeacher(taught.hidden, teachers_head), targets, self.settings.beta)
+        apart, entropies, own, teachers = found.unbind()
         ones = torch.ones_like(own)
         is_drawn = taught.sampled.isfinite().float()
         mismatch = (own - taught.sampled.nan_to_num()).abs() * is_drawn
         measured = ((entropies, ones), (teachers, ones), (mismatch, is_drawn))
         sums = torch.stack([torch.stack([value.double().sum(), count.double().sum()]) for value, count in measured])
         self.add_sums(torch.cat([sums, count_bins(mismatch, is_drawn)]).detach())
-        return divergences.sum()
+        return apart.sum()
+
+    def frozen_head(self, device: torch.device) -> FrozenHead:
+        """The head, whole. Collective where it is in shards."""
+        return cast(HeadLoss, self.base.get_output_embeddings().forward).as_frozen(device)
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with what the head gets of the teacher for each token of its answers."""
         assert batch.taught is not None
         asked = batch if batch.taught.asked is None else batch.taught.asked
-        with self._as_teacher():
+        if isinstance(self.teacher, OtherModel):
+            other = self.teacher.model
+            with torch.no_grad():
+                hidden = other(asked, "hidden")
+            free_gathered(other)
+            return replace(batch, taught=replace(batch.taught, hidden=hidden))
+        with self._as_teacher(self.teacher):
             hidden = self(asked, "hidden")
         return replace(batch, taught=replace(batch.taught, hidden=hidden))
 
     @contextmanager
-    def _as_teacher(self) -> Iterator[None]:
-        """A context in which the model is the teacher, without dropout and gradient."""
-        if self.teacher is None:
+    def _as_teacher(self, adapter: OtherAdapter | None) -> Iterator[None]:
+        """A context in which the model is the teacher, with its adapter or none, without dropout and gradient."""
+        if adapter is None:
             with self.as_reference():
                 yield
             return
-        with self.without_dropout(), self.teacher.in_place():
+        with self.without_dropout(), adapter.in_place():
             yield
