@@ -18,12 +18,11 @@ from tests.helpers.compile_kernel import shared_bytes
 
 
 def bytes_of_products(capability: int, rows: int) -> int:
-    """Compile the kernel for nested scales, biases and adapters, in bfloat16."""
+    """Compile the kernel for biases and adapters, in bfloat16."""
     tile = transposed.transposed_tile(2880, rows * 32, 32, True)
     assert tile is not None
     constants = {
         "BLOCKSIZE": 64,
-        "NESTED": True,
         "LOOKUP": lookup(code_values(Format("nf4")), torch.bfloat16),
         "BIAS": True,
         "RANK": 16,
@@ -34,11 +33,9 @@ def bytes_of_products(capability: int, rows: int) -> int:
     function = transposed._transposed_kernel.function
     kinds = dict.fromkeys(function.arg_names, "i32")
     kinds |= dict.fromkeys(("x", "bias", "b", "out", "h"), "*bf16")
-    kinds |= dict.fromkeys(("codes", "scales"), "*u8")
-    kinds |= dict.fromkeys(("nested", "book", "scale_book"), "*fp32")
-    kinds |= {"ends": "*i32", "factor": "fp32"}
-    unaligned = ("scale_stride", "num_groups")
-    return shared_bytes(function, kinds, constants, unaligned, capability, tile.num_warps, tile.num_stages)
+    kinds |= dict.fromkeys(("scales", "book"), "*fp32")
+    kinds |= {"codes": "*u8", "ends": "*i32", "factor": "fp32"}
+    return shared_bytes(function, kinds, constants, (), capability, tile.num_warps, tile.num_stages)
 
 
 if __name__ == "__main__":

@@ -409,6 +409,17 @@ class TestKernelsInterpreted:
         assert torch.equal(strided[:, :40], x[rows.order.long() // TOP_K]) and not strided[:, 40:].any()
         torch.testing.assert_close(kernels.combine(strided[:, :40], rows.position), TOP_K * x)
 
+    @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (90, 4)])
+    def test_order_of_few_rows(self, kernels: Any, shape: tuple[int, int]):
+        """All pairs are compared with all: several programs rank, and the last experts have no rows."""
+        torch.manual_seed(0)
+        index = torch.randint(0, 33, shape)
+        expected = sort_rows(index, 40)
+        order, position, ends = kernels.rank_rows(index, 40)
+        assert torch.equal(order, expected.order)
+        assert torch.equal(position, expected.position)
+        assert torch.equal(ends, expected.ends)
+
     @pytest.mark.parametrize("block", [16, 2048])
     @pytest.mark.parametrize("gate", [*GATES.values(), Gate("gelu_tanh")])
     def test_activation(self, kernels: Any, gate: Gate, block: int, monkeypatch: pytest.MonkeyPatch):

@@ -57,6 +57,11 @@ class RowOrder(NamedTuple):
 
 def sort_rows(index_TK: Tensor, num_experts: int) -> RowOrder:
     """The order of rows by expert, and of an expert's rows by token; the device alone finds it."""
+    if uses_kernels(index_TK) and not index_TK.is_meta:
+        from qlora_fsdp.layers.kernels import triton_experts
+
+        if index_TK.numel() <= triton_experts.MAX_RANKED:
+            return RowOrder(*triton_experts.rank_rows(index_TK.contiguous(), num_experts))
     expert, order = index_TK.flatten().sort(stable=True)
     position = torch.empty_like(order, dtype=torch.int32)
     position[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)

@@ -16,7 +16,60 @@ from qlora_fsdp.layers.kernels.triton_gate import value_and_slope
 MAX_BLOCK = 2048  # columns that a program holds at a time
 MAX_IN_TURN = 512  # the same in backward, where gate and up are in turn: 207 us in place of 549 (16,384 x 2,880, H100)
 TILE = 8192, 2048  # elements of adapters that a program converts, with and without transposing them
+RANKED = 32, 256  # pairs that a program ranks, and those that it compares them with at a time
+MAX_RANKED = 4096  # pairs; above, sorting takes less time than comparing all with all
 Gate = tuple[str, bool, float, float, float]  # the fields of expert_gate.Gate
+
+
+@kernel
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+def _rank_kernel(
+    expert, order, position, ends, num_pairs, num_experts, PAIRS: tl.constexpr, OTHERS: tl.constexpr
+):  # fmt: skip
+    """Each program counts the pairs that come before some pairs; the last ones, the rows up to the end of experts."""
+    num_ranking = tl.cdiv(num_pairs, PAIRS)
+    program = tl.program_id(0)
+    own = program * PAIRS + tl.arange(0, PAIRS)
+    is_own = own < num_pairs
+    limit = tl.load(expert + own, mask=is_own, other=0).to(tl.int32) * num_pairs + own
+    if program >= num_ranking:
+        own -= num_ranking * PAIRS
+        is_own = own < num_experts
+        limit = (own + 1) * num_pairs
+    before = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, num_pairs, OTHERS):
+        others = start + tl.arange(0, OTHERS)
+        is_other = others < num_pairs
+        place = tl.load(expert + others, mask=is_other, other=0).to(tl.int32) * num_pairs + others
+        is_before = (place[None, :] < limit[:, None]) & is_other[None, :]
+        before += tl.sum(is_before.to(tl.int32), axis=1)
+    if program < num_ranking:
+        tl.store(position + own, before, mask=is_own)
+        tl.store(order + before, own, mask=is_own)
+    else:
+        tl.store(ends + own, before, mask=is_own)
+
+
+def rank_rows(index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `row_order.sort_rows` finds, for at most MAX_RANKED pairs: each is compared with all, in one launch.
+
+    Args:
+        index_TK: the experts of each token, int64 or int32, contiguous.
+        num_experts: E.
+
+    Returns:
+        int32 order [S], position [T, K] and ends [E] of a `RowOrder`.
+    """
+    num_pairs = index_TK.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=index_TK.device)
+    position = torch.empty(index_TK.shape, dtype=torch.int32, device=index_TK.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=index_TK.device)
+    pairs, others = RANKED
+    num_programs = triton.cdiv(num_pairs, pairs) + triton.cdiv(num_experts, pairs)
+    _rank_kernel[(num_programs,)](
+        index_TK, order, position, ends, num_pairs, num_experts, PAIRS=pairs, OTHERS=others, num_warps=4
+    )
+    return order, position, ends
 
 
 @kernel
