@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
-from qlora_fsdp.common.run_key import NODE_FOLDER, NODE_KEY, make_key
+from qlora_fsdp.common.own_folder import leave_folder, make_folder
+from qlora_fsdp.common.run_key import NODE_FOLDER, NODE_KEY
 from qlora_fsdp.common.startup import (
     ENDING_FILE,
     LEFT_TO_RANKS,
@@ -35,20 +35,24 @@ from qlora_fsdp.runtime.signals import SIGNALS
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks as `accelerate launch` does: 0, or the exit code of the rank that failed first."""
-    with TemporaryDirectory(prefix="qlora-fsdp-") as folder:
-        ending = Path(folder) / "ending"
-        for_ranks = {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key(), NODE_FOLDER: folder}
-        os.environ |= for_ranks
-        try:
-            _launch(argv, Path(folder))
-        except RankFailed as failed:
-            has_printed_why = ending.is_file()
-            if has_printed_why:
-                return int(ending.read_text() or failed.exit_code)
-            return failed.explain()
-        except UserError as error:
-            print_error(error)
-            return error.exit_code
+    own = make_folder()
+    ending = own.path / "ending"
+    os.environ[PARENT_PID] = str(os.getpid())
+    os.environ[ENDING_FILE] = str(ending)
+    os.environ[NODE_KEY] = own.key
+    os.environ[NODE_FOLDER] = str(own.path)
+    try:
+        _launch(argv, own.path)
+    except RankFailed as failed:
+        has_printed_why = ending.is_file()
+        if has_printed_why:
+            return int(ending.read_text() or failed.exit_code)
+        return failed.explain()
+    except UserError as error:
+        print_error(error)
+        return error.exit_code
+    finally:
+        leave_folder()
     return 0
 
 

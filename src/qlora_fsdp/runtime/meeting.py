@@ -8,16 +8,12 @@ secret (common/run_key.py). Ranks with unlike secrets would wait for one another
 
 from __future__ import annotations
 
-import atexit
-import fcntl
 import hmac
 import os
 import platform
 import re
-import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from qlora_fsdp.common.errors import RankError
-from qlora_fsdp.common.run_key import is_own_folder, make_key
+from qlora_fsdp.common.own_folder import PREFIX, OwnFolder, enter, make_folder
+from qlora_fsdp.common.run_key import is_own_folder
 
-PREFIX = "qlora-fsdp-"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name, as clones of an image have
-ANSWER_SECONDS = 10.0  # for other ranks to read that they have unlike secrets, before the store may be gone
+ANSWER_SECONDS = 60.0  # for other ranks to read that they have unlike secrets, before the store may be gone
 
 
 def count_ranks_here(store: Store, rank: int, num_ranks: int) -> int:
@@ -46,33 +42,6 @@ def count_ranks_here(store: Store, rank: int, num_ranks: int) -> int:
     return told.count(host.encode())
 
 
-@dataclass
-class OwnFolder:
-    """The folder of the ranks of one host, until the last of them leaves it.
-
-    Attributes:
-        path: where it is.
-        key: the run's secret, which is in it.
-        lock: a descriptor of a file in it on which each rank that is there has a lock. The system ends the lock of one
-            that was killed.
-    """
-
-    path: Path
-    key: str
-    lock: int
-
-    def leave(self) -> None:
-        """Removes the folder, if no other rank is there any more."""
-        fcntl.lockf(self.lock, fcntl.LOCK_UN)
-        with suppress(OSError):  # another rank is there
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock)
-
-
-_entered: list[OwnFolder] = []  # by this process, which has yet to leave it
-
-
 def enter_folder(store: Store, rank: int) -> OwnFolder:
     """Makes a folder on rank 0, and finds it on the others. Collective.
 
@@ -84,10 +53,8 @@ def enter_folder(store: Store, rank: int) -> OwnFolder:
         RankError: what the store tells is no folder of this user's own.
     """
     if rank == 0:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        (path / "key").write_text(make_key())
-        folder = _enter(path)
-        store.set("folder", path.name.removeprefix(PREFIX))
+        folder = make_folder()
+        store.set("folder", folder.path.name.removeprefix(PREFIX))
         return folder
     told = store.get("folder").decode(errors="replace")
     path = Path(tempfile.gettempdir()) / f"{PREFIX}{told}"
@@ -97,22 +64,20 @@ def enter_folder(store: Store, rank: int) -> OwnFolder:
             f"none of this user's in {path.parent}. Another process has written to the store at MASTER_ADDR, or the "
             "ranks are on several hosts: then set LOCAL_WORLD_SIZE to the number on each. See docs/security.md."
         )
-    return _enter(path)
+    return enter(path)
 
 
-def _enter(path: Path) -> OwnFolder:
-    lock = os.open(path / "key", os.O_RDWR | os.O_NOFOLLOW)
-    fcntl.lockf(lock, fcntl.LOCK_SH)
-    folder = OwnFolder(path, os.pread(lock, 64, 0).decode(), lock)
-    _entered.append(folder)
-    atexit.register(leave_folder)
-    return folder
+def met_by_pickles(store: Store) -> bool:
+    """Whether torch's launcher has met by one of its ways that unpickle what anybody has written to a store, as `c10d`.
 
+    It tells no rank how it has met. Where it has met at the store that its ranks are told, as in its other ways and in
+    ours, it has written there, below the run's name, which ranks it starts. `c10d` uses a store of its own.
 
-def leave_folder() -> None:
-    """Leaves the folder that this rank has entered, if any."""
-    while _entered:
-        _entered.pop().leave()
+    Args:
+        store: at MASTER_ADDR and MASTER_PORT, as the launcher has told.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run is not None and not store.check([f"{run}/torchelastic/assigned_ranks/0"])
 
 
 def compare_secrets(store: Store, rank: int, num_ranks: int, key: str) -> None:

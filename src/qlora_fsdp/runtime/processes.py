@@ -11,6 +11,7 @@ They meet at a key-value store at MASTER_ADDR and MASTER_PORT; on one host, in a
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import resource
 import socket
@@ -35,18 +36,26 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.common.errors import DeviceError, RankError
+from qlora_fsdp.common.own_folder import enter, leave_folder
 from qlora_fsdp.common.plain_values import BadMessage, pack, unpack
 from qlora_fsdp.common.run_key import find_folder, find_key
 from qlora_fsdp.common.text import first_line, shorten
 from qlora_fsdp.config.world import World
 from qlora_fsdp.runtime.board import Board, FolderBoard
-from qlora_fsdp.runtime.meeting import compare_secrets, count_ranks_here, enter_folder, leave_folder
+from qlora_fsdp.runtime.meeting import compare_secrets, count_ranks_here, enter_folder, met_by_pickles
 from qlora_fsdp.runtime.packets import Packets, prove_peers
+
+log = logging.getLogger("qlora_fsdp")
 
 PATIENCE = timedelta(days=7)
 NCCL_GRACE = timedelta(seconds=60)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAME_SECONDS = 60.0  # within which a host's name must be known
+UNPICKLES = (
+    "Warning: the launcher of the ranks has met by c10d, torchrun's default on one host, in which whoever reaches its "
+    "port can have code run as you. Start `qlora-fsdp train` there, or torchrun with --master-port=29500; on several "
+    "hosts, torchrun with --rdzv-backend=static, --master-addr, --master-port and --node-rank. See docs/security.md."
+)
 
 
 @dataclass(frozen=True)
@@ -223,7 +232,8 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     _let_files_be_open()
     timeout = timedelta(seconds=timeout_seconds)
     # What a launcher keeps outlives a restart of the ranks (--max_restarts), so each attempt has names of its own.
-    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = f"attempt-{restarts}"
     store: Store
     first_store: Store | None = None  # rank 0 may serve it, and does so until all have met
     try:
@@ -235,9 +245,13 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         cuda = device.type == "cuda"
         is_one_node = num_ranks == world.local_num_ranks
         key, folder = find_key(os.environ, is_one_node), find_folder(os.environ, is_one_node)
+        if folder is not None:
+            enter(folder)
         if "RANK" in os.environ and folder is None:
             if first_store is None:
                 first_store = open_store(world, timeout)
+            if rank == 0 and restarts == "0" and met_by_pickles(first_store):
+                log.warning(UNPICKLES)
             agreed = PrefixStore(f"first-{attempt}", first_store)
             if is_one_node:
                 own = enter_folder(agreed, rank)

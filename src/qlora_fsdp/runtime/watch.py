@@ -37,11 +37,11 @@ import torch.distributed as dist
 
 from qlora_fsdp.common import threads
 from qlora_fsdp.common.errors import Interrupted, RankError, StopNow, UserError, print_error
+from qlora_fsdp.common.own_folder import leave_folder
 from qlora_fsdp.common.run_key import seal, unseal
 from qlora_fsdp.common.startup import is_orphan
 from qlora_fsdp.common.text import first_line, printable_lines
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
-from qlora_fsdp.runtime.meeting import leave_folder
 from qlora_fsdp.runtime.processes import Processes, stop_processes
 from qlora_fsdp.runtime.signals import StopSignals
 

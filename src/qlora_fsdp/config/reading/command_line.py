@@ -27,7 +27,7 @@ _EXAMPLES = """\
   qlora-fsdp train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl launch.num_processes=4
   qlora-fsdp train -m lora.r=8,16,32 model=llama3-8b data.path=chats.jsonl
   qlora-fsdp train experiment=dry_run model=llama3-70b
-  torchrun --nproc_per_node 4 -m qlora_fsdp.train model=tiny data=random training.max_steps=10"""
+  torchrun --nproc_per_node 4 --master-port 29500 -m qlora_fsdp.train model=tiny data=random training.max_steps=10"""
 
 _OPTIONS = """\
   --help             this page
