@@ -145,7 +145,9 @@ def _rows(
 
     from qlora_fsdp.data.labels import name_labels
     from qlora_fsdp.data.mix import MixedRows
+    from qlora_fsdp.data.tokenizer import ContainedTokenizer
 
+    contained = ContainedTokenizer(tokenizer)
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
     names = [f"{path}, " for path in spec.settings.mix] if isinstance(data.rows, MixedRows) else [""]
     used = np.unique(data.row_ids)  # a mix repeats rows
@@ -164,8 +166,8 @@ def _rows(
                 about = f"{len(tokens)} tokens, labels: {name_labels(labels, spec.task.settings)}"
             yield printable(f"--- {place}{side}: {about}")
             edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
-            texts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
-            yield "".join(_mark(str(text), trained, colored) for text, trained in texts)
+            texts = [(contained.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
+            yield "".join(_mark(text, trained, colored) for text, trained in texts)
 
 
 def _prompts(
@@ -182,21 +184,23 @@ def _prompts(
         RewardError: a function can't be used, or has failed.
     """
     from qlora_fsdp.data.questions import question_of
+    from qlora_fsdp.data.tokenizer import ContainedTokenizer, encode
     from qlora_fsdp.training.rewards.functions import AnsweredQuestion, RewardFunctions
 
+    contained = ContainedTokenizer(tokenizer)
     first = settings.first - 1
     questions = [question_of(data, index) for index in range(first, min(first + settings.rows, len(data)))]
     for question in questions:
         yield printable(f"--- {question.place}: a prompt of {len(question.tokens)} tokens")
-        yield _mark(str(tokenizer.decode(question.tokens)), False, False)
+        yield _mark(contained.decode(question.tokens), False, False)
         for name, value in question.columns.items():
             yield printable(f"{name}: {value}")
         if question.teacher_tokens not in ([], question.tokens):
             yield printable(f"--- the teacher's prompt of {len(question.teacher_tokens)} tokens")
-            yield _mark(str(tokenizer.decode(question.teacher_tokens)), False, False)
+            yield _mark(contained.decode(question.teacher_tokens), False, False)
         if question.given is not None:
             yield printable(f"--- the answer in the data, of {len(question.given)} tokens")
-            yield _mark(str(tokenizer.decode(question.given)), True, False)
+            yield _mark(contained.decode(question.given), True, False)
     if not reward.functions and task is TaskName.distill:
         return
     if not reward.functions:
@@ -214,7 +218,7 @@ def _prompts(
     answers = []
     for question, name in held:
         text = str(question.columns[name])
-        answers.append(AnsweredQuestion(question, tokenizer.encode(text, add_special_tokens=False), text))
+        answers.append(AnsweredQuestion(question, encode(tokenizer, text), text))
     functions = RewardFunctions(reward, rollout.max_completion_length)
     try:
         found = functions.reward(answers, {"global_step": 0, "max_steps": 0})
@@ -295,13 +299,16 @@ def _known_positions(model: ModelConfig) -> int | None:
 
 def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """The beginnings of some rows of each kind that cleaning has found."""
+    from qlora_fsdp.data.tokenizer import ContainedTokenizer
+
+    contained = ContainedTokenizer(tokenizer)
     for cleaning in data.report.cleanings:
         yield printable(f"--- {cleaning}, such as:")
         for row in cleaning.examples:
             tokens, is_target = data.train.rows.read(row)[0]
             first_target = int(is_target.argmax())  # what comes before may be alike in all rows
             shown = tokens[max(0, first_target - EXAMPLE_TOKENS) : first_target + EXAMPLE_TOKENS]
-            text = " ".join(str(tokenizer.decode(shown.tolist())).split())
+            text = " ".join(contained.decode(shown.tolist()).split())
             yield f"  {shorten(text, EXAMPLE_LETTERS)}"
 
 

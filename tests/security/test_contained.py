@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from qlora_fsdp.common import contained, module_names
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, DataError
@@ -32,6 +33,9 @@ from qlora_fsdp.data import tokenizer as tokenizer_module
 from qlora_fsdp.data.chats import template as chat_template
 from qlora_fsdp.data.chats.conversation import format_messages
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.decoding.completer import Completer, Request, _Launched
+from qlora_fsdp.decoding.sampling import Sampling
+from qlora_fsdp.decoding.stop_strings import StopsOfGenerate, StopStrings
 from qlora_fsdp.inference.prompts import prompt_tokens
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
@@ -234,6 +238,46 @@ def test_a_prompt_and_an_answer_with_which_nobody_has_tried_it(
         prompt_tokens(tokenizer, "magic" * 40)
         foreign.decode(list(b"magic" * 40))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
+
+
+def slow_decoder(values: dict[str, Any]) -> None:
+    """A tokenizer.json whose decoder has a regular expression that takes seconds at each letter of a long run."""
+    step = {"type": "Replace", "pattern": {"Regex": "(z|zz){20}#"}, "content": ""}
+    values.update(decoder={"type": "Sequence", "decoders": [values["decoder"], {"type": "Fuse"}, step]})
+
+
+SLOW = [*b"z" * 600, *b"!"]  # what a model may say
+
+
+def say(place: str, tokenizer: Any) -> None:
+    """Turn these tokens into text, where this package does."""
+    match place:
+        case "stops":
+            StopStrings(tokenizer, ["x" * 1000])(SLOW)
+        case "stops of generate":
+            StopsOfGenerate(StopStrings(tokenizer, ["x" * 1000]), 0)(torch.tensor([SLOW]), torch.zeros(1))
+        case "slots":
+            request = Request([0], len(SLOW) + 1)
+            request.completion = SLOW[:-1]
+            completer = Completer(nn.Identity(), torch.device("cpu"), Sampling(), [], 0)
+            completer.stops = StopStrings(tokenizer, ["x" * 1000])
+            completer._look(_Launched(torch.tensor(SLOW[-1:]), None, None, [request]), [request], None)
+        case unknown:
+            raise AssertionError(unknown)
+
+
+@pytest.mark.parametrize("place", ["stops", "stops of generate", "slots"])
+def test_what_a_model_says_is_looked_through_for_its_end_in_bounded_time(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer was tried with texts that have no such run of letters."""
+    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", slow_decoder), DataConfig())
+    real = contained.call
+    monkeypatch.setattr(tokenizer_module, "call", lambda *args: real(*args, seconds=1.0))
+    before = time.process_time()
+    with pytest.raises(DataError, match=r"^The tokenizer takes more than 1 s for one text"):
+        say(place, tokenizer)
+    assert time.process_time() - before < 1.0, "this process waits, and hears Ctrl-C"
 
 
 def test_a_contained_tokenizer_is_the_tokenizer(tmp_path: Path) -> None:

@@ -175,15 +175,6 @@ def test_tokens_are_handed_out_and_a_stop_ends_all_texts():
     assert sum(bool(request.completion) for request in found) == 2  # the others never began
 
 
-def test_a_request_may_say_itself_where_it_ends():
-    model = build("llama")
-    whole = stock(model, prompts()[2], 20)
-    ended = Request(prompts()[2], 20, lambda tokens: len(tokens) == 3)
-    other = Request(prompts()[4], 9)
-    Completer(model, CPU, Sampling(), ENDS, 0, 2).complete([ended, other])
-    assert ended.completion == whole[:3] and other.completion == stock(model, other.prompt, 9)
-
-
 @pytest.mark.parametrize("length", [2, 3, 5])
 def test_several_tokens_end_a_text_as_stop_strings_do_in_transformers(length: int):
     """The text is in the middle of what the model writes, for one of the prompts at least; others may have it too."""

@@ -103,6 +103,11 @@ def contain_itself() -> None:
     signal.signal(TOO_LONG, signal.SIG_DFL)
 
 
+def may_be_killed() -> bool:
+    """Whether this process is one that tokenizes, which the system ends and Ctrl-C leaves to its parent."""
+    return _is_worker
+
+
 def close() -> None:
     """Ends the process that tries files, if there is one, and the one that forks; the next call starts others."""
     global _forker, _started

@@ -25,6 +25,7 @@ from qlora_fsdp.data.columns import COMMON_NAMES, rename, show_keys
 from qlora_fsdp.data.guess import names_of, show_columns
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
+from qlora_fsdp.data.tokenizer import try_texts
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
@@ -91,6 +92,7 @@ class LabelledRowTokenizer:
         if pair is not None:
             whole += pair
             texts.append(first_text(self.tokenizer, pair, self.max_length))
+        try_texts(self.tokenizer, texts)
         encoded = self.tokenizer(*texts, return_offsets_mapping=True, verbose=False)
         if pair is not None and any(encoded.get("token_type_ids", ())):
             reason = "the model tells text_pair from text by token types, with which it is not trained here"

@@ -50,7 +50,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def stop_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """These tokens as chat templates write them."""
-    texts: list[str] = tokenizer.batch_decode([[token_id] for token_id in stop_ids(tokenizer)])
+    known = tokenizer.added_tokens_decoder
+    texts = [known[token_id].content for token_id in stop_ids(tokenizer) if token_id in known]
     return tuple(text for text in texts if text)
 
 

@@ -19,7 +19,7 @@ from qlora_fsdp.data.cut import MAY_SPLIT, SAME_ROW, CutSettings, FlatRows, all_
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.read_row import read_row
 from qlora_fsdp.data.row import NO_TARGET, BadRow, add_system_prompt, parse_row
-from qlora_fsdp.data.tokenizer import begin_tokens, blaming_tokenizer, encode
+from qlora_fsdp.data.tokenizer import begin_tokens, blaming_tokenizer, encode, try_texts
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -94,6 +94,7 @@ class RowTokenizer:
             row.text if row.may_split and keeps_all else first_text(self.tokenizer, row.text, self.max_length)
             for row in rows
         ]
+        try_texts(self.tokenizer, texts)
         with blaming_tokenizer():
             encoded = self.tokenizer(
                 texts,

@@ -28,7 +28,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
 from qlora_fsdp import __version__
-from qlora_fsdp.common.contained import LimitError, TryError, call
+from qlora_fsdp.common.contained import LimitError, TryError, call, may_be_killed
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DataError
 from qlora_fsdp.common.files import digest_files, write_atomically
 from qlora_fsdp.common.foreign_files import find_cache, find_outside, open_cache
@@ -167,10 +167,32 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text's own tokens: none are added at its beginning or end."""
+    """The ids of a text's own tokens: none are added at its beginning or end.
+
+    In the process for foreign files, unless this one may be killed as well.
+
+    Raises:
+        DataError: the tokenizer does not get over the text.
+    """
+    if not may_be_killed():
+        return ContainedTokenizer(tokenizer).encode(text)
     with blaming_tokenizer():
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+def try_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+    """Has texts tokenized in the process for foreign files, before this process does it in a way of its own.
+
+    A process that may be killed as well does it at once.
+
+    Raises:
+        DataError: the tokenizer does not get over one of them.
+    """
+    if may_be_killed():
+        return
+    for text in texts:
+        ContainedTokenizer(tokenizer).encode(text)
 
 
 @contextmanager
@@ -208,11 +230,7 @@ class ContainedTokenizer:
         self._key = _keys.setdefault(tokenizer, secrets.token_hex(8))
 
     def encode(self, text: str) -> list[int]:
-        """As the function `encode` has it.
-
-        Raises:
-            DataError: the tokenizer does not get over the text.
-        """
+        """As the function `encode` has it."""
         ids: list[int] = self._call("__call__", text, add_special_tokens=False, verbose=False)
         return ids
 
@@ -225,6 +243,15 @@ class ContainedTokenizer:
         ids = [int(token) for token in tokens]
         text: str = self._call("decode", ids, skip_special_tokens=skip_special_tokens, **options)
         return text
+
+    def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of each row, with special tokens, in one call.
+
+        Raises:
+            DataError: the tokenizer does not get over the tokens.
+        """
+        texts: list[str] = self._call("batch_decode", [[int(token) for token in tokens] for tokens in rows])
+        return texts
 
     def _call(self, name: str, value: Any, **options: Any) -> Any:
         with blaming_tokenizer():
@@ -402,7 +429,7 @@ def _try_loading(place: str, revision: str | None, trust_remote_code: bool, is_o
 
 def _use_once(place: str, revision: str | None, trust_remote_code: bool, is_offline: bool) -> None:
     tokenizer = _load(place, revision, trust_remote_code, is_offline)
-    ids = encode(tokenizer, PROBE)
+    ids = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > MOST_TOKENS * len(PROBE):
         raise ValueError(f"it makes {len(ids):,} tokens of {len(PROBE)} characters")
     text = tokenizer.decode(ids)

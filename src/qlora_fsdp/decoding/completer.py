@@ -40,8 +40,6 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: at most this many are written.
-        is_done: asked after each new token, with all new ones, whether the text ends there; None: only what ends all
-            texts of the completer and `max_new_tokens` end it.
         completion: the new tokens, with those that end it.
         key: from 0 to 2**63 - 1, of which its random numbers are made where the completer asks for it. Texts with one
             key and one prompt are the same.
@@ -50,7 +48,6 @@ class Request:
 
     prompt: list[int]
     max_new_tokens: int
-    is_done: Callable[[list[int]], bool] | None = None
     completion: list[int] = field(default_factory=list)
     key: int = 0
     log_probs: list[float] = field(default_factory=list)
@@ -59,15 +56,6 @@ class Request:
     def num_positions(self) -> int:
         """Tokens of prompt and completion together, at most."""
         return len(self.prompt) + self.max_new_tokens
-
-    def add(self, token: int, ends: frozenset[int], stops: StopStrings | None) -> bool:
-        """Add a token. Returns whether the text ends with it."""
-        self.completion.append(token)
-        if token in ends or len(self.completion) >= self.max_new_tokens:
-            return True
-        if stops is not None and stops(self.completion):
-            return True
-        return self.is_done is not None and self.is_done(self.completion)
 
 
 class NoRoom(torch.OutOfMemoryError):
@@ -230,15 +218,24 @@ class Completer:
         if step.event is not None:
             step.event.synchronize()
         log_probs = None if step.log_probs is None else step.log_probs.tolist()
+        going_on: dict[int, Request] = {}
         for slot, (token, request) in enumerate(zip(step.tokens.tolist(), step.running, strict=True)):
             if request is None or running[slot] is not request:
                 continue  # it ended before
             if log_probs is not None:
                 request.log_probs.append(log_probs[slot])
-            ended = request.add(token, self.ends, self.stops)
+            request.completion.append(token)
+            if token in self.ends or len(request.completion) >= request.max_new_tokens:
+                running[slot] = None
+            else:
+                going_on[slot] = request
             if on_token is not None:
                 on_token(request, token)
-            if ended:
+        if self.stops is None:
+            return
+        have_ended = self.stops.have_ended([request.completion for request in going_on.values()])
+        for slot, has_ended in zip(going_on, have_ended, strict=True):
+            if has_ended:
                 running[slot] = None
 
     def _steps_for(self, requests: Sequence[Request]) -> Steps:

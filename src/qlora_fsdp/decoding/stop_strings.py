@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+
+from qlora_fsdp.data.tokenizer import ContainedTokenizer
 
 
 def stop_strings(config: GenerationConfig) -> list[str]:
@@ -23,7 +27,8 @@ class StopStrings:
     """Ends a completion after the token with which one of some texts is complete.
 
     As with transformers' StopStringCriteria, the text may begin within a token and end within one, and may be cut into
-    tokens in any way. It has to be in the completion: what the prompt ends with is no part of it.
+    tokens in any way. It has to be in the completion: what the prompt ends with is no part of it. The tokenizer is
+    somebody else's file, whose decoder may have regular expressions, so it decodes in the process for such files.
 
     Args:
         tokenizer: writes the tokens as text.
@@ -31,17 +36,21 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = ContainedTokenizer(tokenizer)
         self.texts = [text for text in texts if text]
         # However a text is cut, each of its tokens has a byte of it at least.
         self.num_tokens = max((len(text.encode()) for text in self.texts), default=0)
 
     def __call__(self, tokens: list[int]) -> bool:
         """Whether a completion that did not end before its last token ends with it."""
-        if not self.texts:
-            return False
-        end = str(self.tokenizer.decode(tokens[-self.num_tokens :]))
-        return any(text in end for text in self.texts)
+        return self.have_ended([tokens])[0]
+
+    def have_ended(self, completions: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether completions that did not end before their last token end with it, by one call of the tokenizer."""
+        if not self.texts or not completions:
+            return [False] * len(completions)
+        ends = self.tokenizer.decode_all([tokens[-self.num_tokens :] for tokens in completions])
+        return [any(text in end for text in self.texts) for end in ends]
 
     def cut(self, completion: str) -> str:
         """A completion as text without the one of the texts that ends it, as end tokens are left out of it too."""
@@ -56,3 +65,21 @@ class StopStrings:
             if any(stop.startswith(rest) for stop in self.texts):
                 return place
         return len(text)
+
+
+class StopsOfGenerate(StoppingCriteria):
+    """`StopStrings` for transformers' `generate`, in place of its own, which reads the whole vocabulary by the decoder.
+
+    Args:
+        stops: the texts.
+        prompt_length: tokens of the padded prompts.
+    """
+
+    def __init__(self, stops: StopStrings, prompt_length: int) -> None:
+        self.stops = stops
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **others: object) -> Tensor:
+        """Which rows end with their last token: bool [num_rows]."""
+        completions = input_ids[:, self.prompt_length :].tolist()
+        return torch.tensor(self.stops.have_ended(completions), device=input_ids.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from qlora_fsdp.common.text import name_error, shorten
 from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.decoding.completer import PROMPT_TOKENS, SHARED_PROMPT_TOKENS, Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not_sampled
-from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
+from qlora_fsdp.decoding.stop_strings import StopsOfGenerate, StopStrings, stop_strings
 from qlora_fsdp.decoding.trial import MAX_LENGTH, TOLERANCE, why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.layers.liger import stock_models
@@ -225,13 +226,19 @@ def run_transformers(
 ) -> Tensor:
     """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
     base: Any = trained.model.base
+    # Its own criterion for the config's stop_strings reads the whole vocabulary by the tokenizer's decoder.
+    stops = StopStrings(trained.tokenizer, stop_strings(generation))
+    others = options.pop("stopping_criteria", None) or []
+    criteria = [*others, StopsOfGenerate(stops, input_ids.shape[1])] if stops.texts else others
+    own = copy(generation)
+    own.stop_strings = None
     with bypassing_root(trained.model) as is_sharded, blaming_file(trained, generation):
         output: Tensor = base.generate(
             input_ids.to(processes.device),
             attention_mask=attention_mask.to(processes.device),
-            generation_config=generation,
+            generation_config=own,
             synced_gpus=is_sharded,
-            tokenizer=trained.tokenizer,  # in which it looks for a generation config's stop_strings
+            stopping_criteria=criteria,
             **options,
         )
     return output.cpu()

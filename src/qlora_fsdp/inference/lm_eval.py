@@ -33,7 +33,7 @@ from qlora_fsdp.data.template_arguments import template_arguments
 from qlora_fsdp.decoding.completer import Completer, Request, default_slots
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
-from qlora_fsdp.decoding.stop_strings import StopStrings
+from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import blaming_file, generation_config, make_completer, stock_batch_size
 from qlora_fsdp.model.assemble import AssembledModel
@@ -224,9 +224,9 @@ class SharedLM(HFLM):  # type: ignore[misc]
             self.completer = make_completer(self.model.trained, generation, self.processes, self.batch_size)
         assert self.completer is not None
         num_new = max_length - context.shape[1]
-        stops = StopStrings(self.tokenizer, stop)
+        self.completer.stops = StopStrings(self.tokenizer, [*stop, *stop_strings(generation)])
         prompts = [row[is_token.bool()].tolist() for row, is_token in zip(context.cpu(), mask.cpu(), strict=True)]
-        requests = [Request(prompt, num_new, stops) for prompt in prompts]
+        requests = [Request(prompt, num_new) for prompt in prompts]
         self.completer.complete(requests)
         longest = max(len(request.completion) for request in requests)
         pad: int = self.tokenizer.pad_token_id

@@ -13,9 +13,10 @@ from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
 from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.tokenizer import ContainedTokenizer
 from qlora_fsdp.decoding.completer import Completer, NoRoom, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
-from qlora_fsdp.decoding.stop_strings import StopStrings, stop_strings
+from qlora_fsdp.decoding.stop_strings import StopsOfGenerate, StopStrings
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.memory.workload import MAX_SLOTS
 from qlora_fsdp.model.positions import num_learned_positions
@@ -54,7 +55,7 @@ class Generations:
         processes: Processes,
         trust_remote_code: bool,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.contained = ContainedTokenizer(tokenizer)
         self.processes = processes
         self.trust_remote_code = trust_remote_code
         self.uses_slots: bool | None = None  # decided when the model is there
@@ -73,9 +74,9 @@ class Generations:
             max_new_tokens=config.generation_tokens,
             use_cache=False,
             eos_token_id=list(end_ids_of(tokenizer)) or None,
-            stop_strings=list(end_texts_of(tokenizer)) or None,
             pad_token_id=tokenizer.pad_token_id,
         )
+        self.stops = StopStrings(tokenizer, end_texts_of(tokenizer))
 
     def complete(self, model: TaskModel) -> list[dict[str, Any]]:
         """Prompt, completion and reference of each row, as text. Every rank calls this.
@@ -137,7 +138,7 @@ class Generations:
             min(MAX_SLOTS, len(numbers)),
             prompt_tokens=max(len(request.prompt) for request in requests),  # what training reads in one row
             by_rows=by_rows,
-            stops=StopStrings(self.tokenizer, stop_strings(self.settings)),
+            stops=self.stops,
         )
         try:
             completer.complete(requests)
@@ -154,6 +155,7 @@ class Generations:
         rank = self.processes.rank
         num_ranks = self.processes.num_ranks
         base = model.base
+        has_stops = bool(self.stops.texts)
         mine: dict[int, str] = {}
         with bypassing_root(model, trains=True) as is_sharded:
             for start in range(0, len(self.rows), num_ranks):
@@ -167,7 +169,7 @@ class Generations:
                     generation_config=self.settings,
                     max_new_tokens=self._room(model, tokens),
                     synced_gpus=is_sharded,
-                    tokenizer=self.tokenizer,  # of the stop strings
+                    stopping_criteria=[StopsOfGenerate(self.stops, len(tokens))] if has_stops else None,
                 )
                 mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
         return mine
@@ -178,4 +180,4 @@ class Generations:
         return wanted if table is None else max(1, min(wanted, table - len(prompt)))
 
     def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return self.contained.decode(tokens, skip_special_tokens=True)

@@ -17,6 +17,7 @@ from qlora_fsdp.common.files import replacing
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.data.sequences import SequenceSettings
+from qlora_fsdp.data.tokenizer import ContainedTokenizer
 from qlora_fsdp.model.adapters.write_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.model.tasks.distill_lm import DistillLM
 from qlora_fsdp.model.tasks.policy_lm import PolicyLM
@@ -256,11 +257,8 @@ def _take_best(result: TrainResult, folder: Path, processes: Processes) -> None:
 
 def _make_bad_steps(prepared: Prepared, folder: Path, norms: Sequence[float], saver: Saver) -> BadSteps:
     """What judges the steps. `norms` are the gradient norms of earlier starts' steps."""
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(prepared.tokenizer.decode(list(tokens)))
-
     train = prepared.data.train
+    decode = ContainedTokenizer(prepared.tokenizer).decode
     return BadSteps(prepared.spec.steps, folder, train, prepared.split, decode, norms, saver, saver.processes)
 
 

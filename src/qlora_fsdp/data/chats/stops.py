@@ -18,6 +18,7 @@ from qlora_fsdp.data.chats.examples import followed
 from qlora_fsdp.data.chats.template import Conversation
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.stop_tokens import stop_ids, stop_texts
+from qlora_fsdp.data.tokenizer import encode
 
 MAX_SPACE = 100  # characters between the end of a message and the stop token with which the next one begins
 
@@ -54,7 +55,7 @@ def end_texts_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     known = tokenizer.added_tokens_encoder
     stops = stop_texts(tokenizer)
     texts = [text for text in ends_of(tokenizer) if text not in stops and text not in known]
-    return tuple(text for text in texts if len(tokenizer.encode(text, add_special_tokens=False)) > 1)
+    return tuple(text for text in texts if len(encode(tokenizer, text)) > 1)
 
 
 def find_stop(text: str, words_end: int, end: int, stops: tuple[str, ...]) -> tuple[str, int]:

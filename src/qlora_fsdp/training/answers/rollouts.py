@@ -23,6 +23,7 @@ from qlora_fsdp.config.schema import RolloutConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.stops import end_ids_of, end_texts_of
 from qlora_fsdp.data.questions import Question
+from qlora_fsdp.data.tokenizer import ContainedTokenizer
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.stop_strings import StopStrings
@@ -93,6 +94,7 @@ class Rollouts:
         self.tokenizer = tokenizer
         self.seed = seed
         self.processes = processes
+        self.contained = ContainedTokenizer(tokenizer)
         self.ends = end_ids_of(tokenizer)
         self.stops = StopStrings(tokenizer, list(end_texts_of(tokenizer)))
         reason = why_not_by_rows(model, processes.device)
@@ -151,7 +153,7 @@ class Rollouts:
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, without special ones."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return self.contained.decode(tokens, skip_special_tokens=True)
 
     def _complete(self, requests: list[Request]) -> None:
         """Write this rank's answers, in memory that is given back before training goes on."""
