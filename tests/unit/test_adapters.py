@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import TrainableTokensWrapper, get_pattern_key
+from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE, VOCAB, quantize_checkpoint
 from tests.helpers.families import make_config
 from torch import nn
@@ -237,6 +238,27 @@ def test_an_adapter_of_embeddings_takes_no_places_for_single_passes(checkpoint: 
     model = adapt(checkpoint("llama"), LoraConfig(target_modules=["q_proj", "embed_tokens"]))
     saved = SavedAdapter(tmp_path, "distill.teacher_adapter")
     with pytest.raises(AdapterError, match=r"adapts embeddings, which can't be switched here. Set distill.teacher_ad"):
+        OtherAdapter(saved, model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("ending", "shape"), [("A", (4, 65)), ("A", (3, 64)), ("A", (0, 64)), ("B", (63, 4)), ("B", (64,)), ("B", None)]
+)
+def test_matrices_that_do_not_fit_have_no_places_for_single_passes(
+    checkpoint: Callable[..., Path], tmp_path: Path, ending: str, shape: tuple[int, ...] | None
+):
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint("llama", torch.float32))
+    peft.get_peft_model(stock, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = next(name for name in sorted(tensors) if name.endswith(f"lora_{ending}.weight"))
+    del tensors[key]
+    if shape is not None:
+        tensors[key] = torch.zeros(shape)
+    save_file(tensors, file)
+    model = adapt(checkpoint("llama"), LoraConfig(target_modules=["q_proj"]))
+    saved = SavedAdapter(tmp_path, "distill.teacher_adapter")
+    with pytest.raises(AdapterError, match=r"does not fit the model\. Set distill\.teacher_adapter to an"):
         OtherAdapter(saved, model, torch.device("cpu"))
 
 

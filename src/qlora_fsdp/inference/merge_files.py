@@ -119,11 +119,19 @@ def _open_folder(merge: merge_weights.Merge) -> None:
     merge.out.mkdir(parents=True, exist_ok=True)
     file = merge.out / RECORD_NAME
     if file.is_file():
-        if json.loads(file.read_text(encoding="utf-8")) != record:
+        if _read_record(file) != record:
             raise RunFolderError(f"out={merge.out} holds another merge. Set out to a new folder, or remove this one.")
     elif any(merge.out.iterdir()):
         raise RunFolderError(f"out={merge.out} is not empty. Set out to a new folder.")
     write_json(file, record)
+
+
+def _read_record(file: Path) -> dict[str, Any] | None:
+    """What a merge that was cut off was made of; None where somebody else's file says something else."""
+    try:
+        return read_json_object(file, MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.files import digest_file, open_to_append, remove, write_atomically
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import join_words, plural
+from qlora_fsdp.common.text import first_line, join_words, plural
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.data_sets import as_paths
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings
@@ -267,7 +267,7 @@ class PredictionFile:
         """
         try:
             before = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             before = None
         if not isinstance(before, dict) or "data.path" not in before:
             raise RunFolderError(f"{self.part} is no file of predictions. Set out to another file, or remove it.")
@@ -301,12 +301,16 @@ class PredictionFile:
         """Writes the file: each row with what was predicted. The predictions alone are not needed then.
 
         Raises:
-            RunFolderError: it can't be written.
+            RunFolderError: it can't be written, or holds something else than predictions.
         """
-        with self.part.open(encoding="utf-8", newline="\n") as stream:
-            next(stream)
-            predictions = [json.loads(line) for line in stream]
-        made = [{**row, **prediction} for row, prediction in zip(rows, predictions, strict=True)]
+        try:
+            with self.part.open(encoding="utf-8", newline="\n") as stream:
+                next(stream)
+                predictions = [json.loads(line) for line in stream]
+            made = [{**row, **prediction} for row, prediction in zip(rows, predictions, strict=True)]
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = f"{self.part} holds something else than a prediction for each row ({first_line(error)})"
+            raise RunFolderError(f"{reason}. Remove it, and give the same command: it predicts all anew.") from error
         if self.out.suffix == ".csv":
             text = _as_csv(made)
         else:

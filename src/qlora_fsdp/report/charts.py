@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any, TypeGuard
+
+from qlora_fsdp.common.text import is_number
 
 WIDTH = 520
 HEIGHT = 240
@@ -15,6 +18,7 @@ RIGHT = 24
 TOP = 10
 BOTTOM = 34
 MAX_POINTS = 600  # per line; more can't be seen
+LARGEST = 1e100  # of a value that is drawn
 MAX_TICKS = 6  # of an axis, about
 NUM_COLOURS = 8  # classes c0 to c7 in the page's style
 
@@ -40,7 +44,7 @@ class Series:
     @property
     def points(self) -> list[tuple[float, float]]:
         """The points to draw. Of a long line, these are the lowest and the highest of each group of neighbours."""
-        found = [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None and math.isfinite(y)]
+        found = [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if _can_be_drawn(y)]
         if self.style == "dots" or len(found) <= MAX_POINTS:
             return found
         size = math.ceil(2 * len(found) / MAX_POINTS)
@@ -142,7 +146,7 @@ def _draw(
 
 def running_mean(values: Sequence[float | None], span: int) -> list[float | None]:
     """Returns for each value the mean of the last `span` values up to it. None and NaN are no values."""
-    found = [value if value is not None and math.isfinite(value) else None for value in values]
+    found = [value if _can_be_drawn(value) else None for value in values]
     total = 0.0
     num = 0
     result: list[float | None] = []
@@ -156,6 +160,11 @@ def running_mean(values: Sequence[float | None], span: int) -> list[float | None
             num -= 1
         result.append(total / num if value is not None else None)
     return result
+
+
+def _can_be_drawn(value: Any) -> TypeGuard[float]:
+    """Whether a value of others is a number that can be drawn, as NaN can't be, nor what has hundreds of digits."""
+    return is_number(value) and abs(value) < LARGEST
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -91,7 +91,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     swept_settings = {run: settings for folder in folders for run, settings in read_jobs(folder / SWEEP_FILE)}
     title = names[found[0]] if len(found) == 1 else root.name
     runs = [read_run_files(run, names[run], swept_settings.get(run, {})) for run in found]
-    page = without_directions(make_page(title, runs))
+    page = without_directions(make_page(title, runs)).encode(errors="backslashreplace").decode()  # half characters
     file = root / REPORT_FILE if output is None else output
     try:
         write_atomically(file, page)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.common.text import is_number, plural, show_duration
+from qlora_fsdp.common.text import is_number, is_whole, plural, show_duration
 from qlora_fsdp.config.recorded import read_settings
 from qlora_fsdp.records.run_state import (
     CONFIG_FILE,
@@ -25,6 +25,7 @@ from qlora_fsdp.records.run_summary import commands_for
 from qlora_fsdp.report.charts import running_mean
 
 SMOOTHED_PART = 50  # the smoothed loss is the mean over a 50th of the run's steps
+MOST_STEPS = 10**12
 ENDED_EARLY = ("failed", "interrupted", "stopped")
 
 
@@ -87,7 +88,7 @@ def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> RunFile
 
 
 def _with_steps(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [line for line in lines if is_number(line["step"])]
+    return [line for line in lines if is_whole(line["step"]) and 0 <= line["step"] < MOST_STEPS]
 
 
 def _has_loss(line: dict[str, Any]) -> bool:

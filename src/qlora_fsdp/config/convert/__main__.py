@@ -117,7 +117,7 @@ def convert_file(file: Path, of: str | None = None, gpus: int = 1, trainer: str 
             convert_trl(theirs, trainer)
         else:
             convert_accelerate(theirs)
-    except (TypeError, ValueError, AttributeError, KeyError, StopIteration) as error:
+    except (OSError, TypeError, ValueError, AttributeError, KeyError, StopIteration) as error:
         reason = f"has a value of another kind than {project}'s: {shorten(first_line(error), 200)}."
         raise ConfigError([Problem(str(file), reason, "Correct it there.")]) from error
     return _write_out(theirs, f"{file.name} ({title})")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.config.convert.common_settings import (
     BY_ITSELF,
     BY_THE_PLAN,
@@ -23,6 +23,7 @@ from qlora_fsdp.config.convert.common_settings import (
 )
 
 INFO_FILE = "dataset_info.json"
+MAX_INFO_BYTES = 2**24
 LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto_pair": "kto"}
 STAGES = {"sft": "causal_lm", "pt": "causal_lm", "rm": "reward", "dpo": "preference", "kto": "preference"}
 # Columns of dataset_info.json by ours.
@@ -239,8 +240,7 @@ def _read_info(place: str, folder: Path) -> Mapping[str, Any] | None:
     for start in (Path(), folder, *folder.resolve().parents):
         file = start / place / INFO_FILE
         if file.is_file():
-            read = json.loads(file.read_text(encoding="utf-8"))
-            return read if isinstance(read, dict) else None
+            return read_json_object(file, MAX_INFO_BYTES)
     return None
 
 

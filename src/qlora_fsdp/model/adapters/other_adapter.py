@@ -7,7 +7,7 @@ has them whole. FSDP goes on to gather the model's own, which nobody reads meanw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ class OtherAdapter:
             if isinstance(module, LoraLinear)
         }
         _check(saved, lora, set(layers), head)
+        base: Any = model.get_base_model()
+        _check_shapes(saved, layers, head, base.config.get_text_config().hidden_size)
         self.matrices: dict[LoraLinear, tuple[nn.Linear, nn.Linear, float]] = {}
         with safe_open(saved.folder / ADAPTER_WEIGHTS, "pt") as file:
             stored = set(file.keys())
@@ -131,6 +133,33 @@ def _check(saved: SavedAdapter, lora: LoraConfig, layers: set[str], head: str | 
         raise AdapterError(
             f"{saved} has weights that this run has no place for. Set lora.target_modules to the layers that it "
             f"adapts, or more; tables and heads that were trained as a whole can't be switched:\n{list_some(others)}"
+        )
+
+
+def _check_shapes(saved: SavedAdapter, layers: Mapping[str, LoraLinear], head: str | None, hidden_size: int) -> None:
+    """Refuse matrices that do not fit their layers, of a file that somebody else may have written.
+
+    Args:
+        saved: the adapter.
+        layers: the model's linear layers that have adapters, by name.
+        head: name of a module that it has as a whole.
+        hidden_size: inputs of that module.
+    """
+    shapes = read_shapes(saved.folder, saved.setting)
+    problems = []
+    for name, layer in layers.items():
+        first, second = (shapes.get(f"{PREFIX}{name}{ending}") for ending in _MATRICES)
+        if first is None and second is None:
+            continue
+        rank = 0 if not first else first[0]
+        if rank < 1 or first != (rank, layer.in_features) or second != (layer.out_features, rank):
+            found = " and ".join("nothing" if shape is None else str(list(shape)) for shape in (first, second))
+            problems.append(f"{name} is {found}, in the model {layer.in_features} inputs, {layer.out_features} outputs")
+    if head is not None and shapes[f"{PREFIX}{head}.weight"] != (1, hidden_size):
+        problems.append(f"{head} is {list(shapes[f'{PREFIX}{head}.weight'])}, in the model {[1, hidden_size]}")
+    if problems:
+        raise AdapterError(
+            f"{saved} does not fit the model. Set {saved.setting} to an adapter of it:\n{list_some(problems)}"
         )
 
 

@@ -57,8 +57,9 @@ def put_teacher_in(assembled: AssembledModel, settings: DistillConfig, base: str
         adapter=str(saved),
         fix=f". A teacher is an adapter of the same base: train it on that, or leave {SETTING} out.",
     )
+    teacher = OtherAdapter(saved, model.model, processes.device)
     saved.check_values(processes)
-    model.teacher = OtherAdapter(saved, model.model, processes.device)
+    model.teacher = teacher
 
 
 @dataclass(frozen=True)

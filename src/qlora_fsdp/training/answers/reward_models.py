@@ -73,8 +73,9 @@ class RewardModels:
                 adapter=str(saved),
                 fix=f". A reward model is an adapter of the same base: train it on that, or leave {SETTING} out.",
             )
+            adapter = OtherAdapter(saved, self.model.model, processes.device, HEAD)
             saved.check_values(processes)
-            self.adapters.append(OtherAdapter(saved, self.model.model, processes.device, HEAD))
+            self.adapters.append(adapter)
 
     @torch.no_grad()
     def score(self, questions: Sequence[Question], completions: Sequence[Completion]) -> NDArray[np.float64]:
