@@ -280,9 +280,16 @@ def test_what_a_model_says_is_looked_through_for_its_end_in_bounded_time(
     assert time.process_time() - before < 1.0, "this process waits, and hears Ctrl-C"
 
 
-def test_a_contained_tokenizer_is_the_tokenizer(tmp_path: Path) -> None:
+def quick_regex(values: dict[str, Any]) -> None:
+    """A tokenizer.json with a regular expression in its decoder, which is quick."""
+    step = {"type": "Replace", "pattern": {"Regex": "[q]"}, "content": "q"}
+    values.update(decoder={"type": "Sequence", "decoders": [values["decoder"], step]})
+
+
+@pytest.mark.parametrize("change", [lambda values: None, quick_regex], ids=["plain", "regex"])
+def test_a_contained_tokenizer_is_the_tokenizer(change: Callable[[dict[str, Any]], Any], tmp_path: Path) -> None:
     """Also once it has more tokens, and once the process was ended."""
-    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", lambda values: None), DataConfig())
+    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", change), DataConfig())
     foreign = tokenizer_module.ContainedTokenizer(tokenizer)
     for text in ("", "a <eos> \u00e9\U0001f600", "new one"):
         ids = tokenizer_module.encode(tokenizer, text)
@@ -293,6 +300,18 @@ def test_a_contained_tokenizer_is_the_tokenizer(tmp_path: Path) -> None:
     assert foreign.encode("new one") == [259]
     contained.close()
     assert foreign.decode([259]) == "new one"
+
+
+def test_a_plain_decoder_waits_for_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nearly all are, among them those that put spaces in place of other signs."""
+    space = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
+
+    def change(values: dict[str, Any]) -> None:
+        values.update(decoder={"type": "Sequence", "decoders": [values["decoder"], {"type": "Fuse"}, space]})
+
+    tokenizer = load_tokenizer(stored_tokenizer(tmp_path / "model", change), DataConfig())
+    monkeypatch.setattr(tokenizer_module, "call", None)
+    assert StopStrings(tokenizer, ["a b"])(list(b"a_b"))
 
 
 def test_a_slow_download_is_no_part_of_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

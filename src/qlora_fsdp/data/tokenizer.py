@@ -221,7 +221,8 @@ def blaming_tokenizer() -> Iterator[None]:
 class ContainedTokenizer:
     """A tokenizer in the process for foreign files: no text and no tokens make it hang this process, or fill memory.
 
-    The process gets the tokenizer with the first call, and keeps the last one. A tokenizer with code of its own stays
+    The process gets the tokenizer with the first call, and keeps the last one. That takes a second where a vocabulary
+    is large, so decoders that can't take long decode here, as nearly all do. A tokenizer with code of its own stays
     here, as that code may do anything anyway.
     """
 
@@ -254,8 +255,10 @@ class ContainedTokenizer:
         return texts
 
     def _call(self, name: str, value: Any, **options: Any) -> Any:
+        stays = type(self.tokenizer).__module__.startswith(OWN_CODE)
+        stays = stays or (name != "__call__" and _decodes_plainly(self.tokenizer))
         with blaming_tokenizer():
-            if type(self.tokenizer).__module__.startswith(OWN_CODE):
+            if stays:
                 return _use(self.tokenizer, name, value, options)
             key = f"{self._key} with {len(self.tokenizer)} tokens"
             answer = call(_use_kept, key, None, name, value, options)
@@ -451,6 +454,23 @@ def _growth(decoder: Mapping[str, Any]) -> float:
         replaced = decoder["pattern"].get("String", " ")  # a regular expression may stand for a single character
         return max(1.0, len(decoder["content"]) / max(1, len(replaced)))
     return math.prod(_growth(step) for step in steps)
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether decoding takes time and memory in proportion to the tokens: only `Replace` may take more."""
+    if tokenizer not in _plain:
+        decoder: Any = getattr(tokenizer, "backend_tokenizer", None) and tokenizer.backend_tokenizer.decoder
+        _plain[tokenizer] = decoder is None or _is_plain(json.loads(decoder.__getstate__()))
+    return _plain[tokenizer]
+
+
+_plain: WeakKeyDictionary[PreTrainedTokenizerBase, bool] = WeakKeyDictionary()
+
+
+def _is_plain(decoder: Mapping[str, Any]) -> bool:
+    if decoder["type"] == "Replace":
+        return "Regex" not in decoder["pattern"] and _growth(decoder) == 1
+    return all(_is_plain(step) for step in decoder.get("decoders", []))
 
 
 def _mark_of_trial(place: str, revision: str | None) -> Path | None:

@@ -28,7 +28,7 @@ class StopStrings:
 
     As with transformers' StopStringCriteria, the text may begin within a token and end within one, and may be cut into
     tokens in any way. It has to be in the completion: what the prompt ends with is no part of it. The tokenizer is
-    somebody else's file, whose decoder may have regular expressions, so it decodes in the process for such files.
+    somebody else's file: where its decoder has regular expressions, it decodes in the process for such files.
 
     Args:
         tokenizer: writes the tokens as text.

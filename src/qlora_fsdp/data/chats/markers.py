@@ -61,7 +61,10 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> list[st
     Raises:
         DataError: the tokenizer can't write a marker at all.
     """
-    pieces = {marker: encode(tokenizer, marker) for marker in chosen_markers(spec)}
+    known = tokenizer.added_tokens_encoder
+    pieces = {
+        marker: [known[marker]] if marker in known else encode(tokenizer, marker) for marker in chosen_markers(spec)
+    }
     lost = [marker for marker, ids in pieces.items() if not ids or tokenizer.unk_token_id in ids]
     split = [marker for marker, ids in pieces.items() if len(ids) > 1]
     what = f"data.chat_template={','.join(_chosen_templates(spec))}"
