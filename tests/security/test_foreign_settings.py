@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ import yaml
 from safetensors.numpy import save_file
 
 from qlora_fsdp import generate
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.training.answers.teacher_model import assemble_teacher
+from tests.helpers.one_process import one_process
 
 SECRET = "hf_this_is_a_secret"
 
@@ -89,6 +94,16 @@ def test_code_of_a_base_is_not_run_where_nobody_allows_it(adapter: Adapter, evil
     adapter.write_settings({"model": {"path": str(evil_base), "trust_remote_code": False}})
     for code, shown in (by_its_name, adapter.use()):
         assert code == 2 and f"model.path={evil_base}: its config can't be used" in shown
+    assert not (tmp_path / "owned").exists()
+
+
+def test_trust_in_a_base_is_none_in_a_teacher(evil_base: Path, tmp_path: Path) -> None:
+    """The teacher may be named by a file that was passed on."""
+    settings = {"distill.teacher_model": str(evil_base), "model.trust_remote_code": True}
+    student: Any = SimpleNamespace(spec=SimpleNamespace(packs_rows=True))
+    with pytest.raises(CheckpointError, match=r"Code of a teacher's own is never run") as caught:
+        assemble_teacher(Config().with_values(settings), student, one_process())
+    assert f"distill.teacher_model={evil_base}" in str(caught.value)
     assert not (tmp_path / "owned").exists()
 
 

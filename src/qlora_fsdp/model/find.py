@@ -30,6 +30,7 @@ from qlora_fsdp.model.positions import scale_rope
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 MAX_REASON = 400  # characters of a library's message
+HOW_TO_TRUST = "If you trust this code, type model.trust_remote_code=true."
 FirstError = Callable[[str | None], str | None]
 
 
@@ -98,7 +99,7 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
         fix = "Check model.path, or model.config."
         if "trust_remote_code=True" in str(error):
             reason = "it comes with code of its own"
-            fix = "If you trust this code, type model.trust_remote_code=true."
+            fix = HOW_TO_TRUST
         raise CheckpointError(f"model.path={config.path}: its config can't be used: {reason}. {fix}") from error
     tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
     if folder is not None:

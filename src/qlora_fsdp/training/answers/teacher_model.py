@@ -17,6 +17,7 @@ from qlora_fsdp.data.tokenizer import VOCABULARY_FILES, load_tokenizer
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read_adapter import NO_ADAPTER
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
+from qlora_fsdp.model.find import HOW_TO_TRUST
 from qlora_fsdp.model.positions import num_learned_positions
 from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.model.tasks.distill_lm import DistillLM, OtherModel
@@ -49,6 +50,7 @@ def assemble_teacher(config: Config, student: AssembledModel, processes: Process
             "model.name": path,
             "model.path": path,
             "model.revision": None,
+            "model.trust_remote_code": False,  # it is for the model that is trained, and a passed-on file may name this
             "model.config": {},
             "model.rope_scaling": {},
             "model.tokenizer_path": config.model.tokenizer_path or config.model.path,
@@ -121,7 +123,8 @@ def _named() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(str(error).replace("model.path", SETTING)) from error
+        told = str(error).replace(HOW_TO_TRUST, "Code of a teacher's own is never run: set it to a model without.")
+        raise CheckpointError(told.replace("model.path", SETTING)) from error
 
 
 def _why_another_tokenizer(own: Config, teacher: AssembledModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
