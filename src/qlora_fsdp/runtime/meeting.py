@@ -67,8 +67,8 @@ def enter_folder(store: Store, rank: int) -> OwnFolder:
     return enter(path)
 
 
-def met_by_pickles(store: Store) -> bool:
-    """Whether torch's launcher has met by one of its ways that unpickle what anybody has written to a store, as `c10d`.
+def met_where_others_write(store: Store) -> bool:
+    """Whether torch's launcher has met by one of its ways that run what others have written to a store, as `c10d`.
 
     It tells no rank how it has met. Where it has met at the store that its ranks are told, as in its other ways and in
     ours, it has written there, below the run's name, which ranks it starts. `c10d` uses a store of its own.

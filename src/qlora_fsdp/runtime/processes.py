@@ -42,7 +42,7 @@ from qlora_fsdp.common.run_key import find_folder, find_key
 from qlora_fsdp.common.text import first_line, shorten
 from qlora_fsdp.config.world import World
 from qlora_fsdp.runtime.board import Board, FolderBoard
-from qlora_fsdp.runtime.meeting import compare_secrets, count_ranks_here, enter_folder, met_by_pickles
+from qlora_fsdp.runtime.meeting import compare_secrets, count_ranks_here, enter_folder, met_where_others_write
 from qlora_fsdp.runtime.packets import Packets, prove_peers
 
 log = logging.getLogger("qlora_fsdp")
@@ -51,7 +51,7 @@ PATIENCE = timedelta(days=7)
 NCCL_GRACE = timedelta(seconds=60)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAME_SECONDS = 60.0  # within which a host's name must be known
-UNPICKLES = (
+MET_BY_C10D = (
     "Warning: the launcher of the ranks has met by c10d, torchrun's default on one host, in which whoever reaches its "
     "port can have code run as you. Start `qlora-fsdp train` there, or torchrun with --master-port=29500; on several "
     "hosts, torchrun with --rdzv-backend=static, --master-addr, --master-port and --node-rank. See docs/security.md."
@@ -250,8 +250,8 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         if "RANK" in os.environ and folder is None:
             if first_store is None:
                 first_store = open_store(world, timeout)
-            if rank == 0 and restarts == "0" and met_by_pickles(first_store):
-                log.warning(UNPICKLES)
+            if rank == 0 and restarts == "0" and met_where_others_write(first_store):
+                log.warning(MET_BY_C10D)
             agreed = PrefixStore(f"first-{attempt}", first_store)
             if is_one_node:
                 own = enter_folder(agreed, rank)
