@@ -17,10 +17,12 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import DataError, Interrupted, Problem, UserError, refuse
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.hub import path_exists
+from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import (
+    CompressedFormat,
     Config,
     DataFormat,
     EmbeddingStorage,
@@ -57,7 +59,8 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
                       embeddings stay as they are. Where the base lies on the grid of the format, as with
                       base=dequantized and the format of training, changed weights are rounded up or down at random:
                       to the nearest, the rounding would take the adapter away
-  group_size=128      of quantize=int4: weights of a row that share a scale, 32 (default), 64 or 128
+  group_size=128      of quantize=int4: weights of a row that share a scale, 32, 64 or 128 (default: as the base was
+                      quantized in training, or 32)
   report=false        don't compare the merged model with base and adapter as trained (default: true): the loss of
                       each, the share of the gain that is kept, and the KL divergence, on some held-out rows that the
                       run has kept beside the adapter
@@ -120,7 +123,13 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.base == "full":  # whatever format the adapter was trained on
         # int8, which rows of any length can have, only says which layers are quantized: `takes_codes` has the last word
         names = settings.quantize is not None
-        quant = replace(config.quant, load_in_4bit=False, load_in_8bit=names, embeddings=EmbeddingStorage.none)
+        quant = replace(
+            config.quant,
+            load_in_4bit=False,
+            load_in_8bit=names,
+            compressed_tensors=CompressedFormat.none,
+            embeddings=EmbeddingStorage.none,
+        )
         built_as = replace(config, quant=quant)
     adapter, out = Path(settings.adapter).expanduser(), Path(settings.out).expanduser()
     if settings.write == "adapter":
@@ -140,7 +149,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         adapter,
         out,
         settings.base == "dequantized",
-        make_format(settings.quantize, settings.group_size),
+        make_format(settings.quantize, _group_size(settings, config.quant)),
         processes.device,
     )
     if settings.gguf_types:
@@ -246,7 +255,7 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
     if not isinstance(found, str):
         log.info(describe_report(found))
         for name, figures in found.written.items():
-            warning = advise(name, figures, settings.base, settings.quantize, _format_of(config.quant))
+            warning = advise(name, figures, settings.base, settings.quantize, config.quant.base_format)
             if warning is not None:
                 log.warning(f"Warning: {warning}")
     elif settings.report and found != FAILED:
@@ -254,7 +263,7 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
     base = config.model.path or config.model.name
     onto = "the base's own weights"
     if settings.base == "dequantized":
-        onto = f"the base's weights in {_format_of(config.quant)}, on which the adapter was trained"
+        onto = f"the base's weights in {config.quant.base_format}, on which the adapter was trained"
     format = "in the precision of the base's files" if settings.quantize is None else f"in {settings.quantize}"
     auto_class = auto_class_of(merged.meta.config) if config.task.is_causal else None
     about = {"base": settings.base, "quantize": settings.quantize}
@@ -336,11 +345,11 @@ def _compare(settings: MergeSettings, config: Config, merged: Merge, processes: 
     return make_report(load_as_trained, chosen, what, forms, processes.device, host_bytes)
 
 
-def _format_of(quant: QuantConfig) -> str | None:
-    """The format of a quantized base; None for none."""
-    if quant.load_in_8bit:
-        return "int8"
-    return quant.bnb_4bit_quant_type.value if quant.load_in_4bit else None
+def _group_size(settings: MergeSettings, quant: QuantConfig) -> int | None:
+    """The groups of int4: as typed, or as the base was quantized in training; None for the format's own."""
+    if settings.group_size is None and settings.quantize == quant.base_format == "int4":
+        return quant.group_size
+    return settings.group_size
 
 
 def _describe_export(adapter: Path, out: Path, renamed: dict[str, str]) -> str:
@@ -437,7 +446,7 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
         reason = "has pairs of answers, and the comparison takes one text from each row."
         fix = "Set data.columns={completion: chosen}, or {messages: chosen} where these are whole chats."
         problems.append(Problem(f"report_data={rows}", reason, fix))
-    if settings.base == "dequantized" and not (quant.load_in_4bit or quant.load_in_8bit):
+    if settings.base == "dequantized" and quant.base_format is None:
         problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
     if weights is Weights.random:
         fix = "Set model.weights=checkpoint and model.path to the model, if that is what the adapter was trained on."
@@ -449,7 +458,7 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
 
 def _format_problems(settings: MergeSettings) -> list[Problem]:
     """What is wrong with the format that the settings name."""
-    from qlora_fsdp.inference.merge_formats import FORMATS, GROUP_SIZES, KINDS, PACKAGE_NAME, find_package_problem
+    from qlora_fsdp.inference.merge_formats import FORMATS, KINDS, PACKAGE_NAME, find_package_problem
 
     named = f"quantize={settings.quantize}"
     problems = []

@@ -24,6 +24,7 @@ from qlora_fsdp.sharding.shard import place_model, shard_model
 from qlora_fsdp.weights.composed import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, read_headers
+from tests.helpers.compressed import package_parts
 from tests.helpers.ranks import Meeting
 
 # (out_features, in_features): rows that no number of ranks divides, fewer rows than ranks, groups of 256 scales that
@@ -39,6 +40,8 @@ FORMATS = [
     for quant_type, double_quant in (("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True), ("int8", False))
     for storage in STORAGES
 ]
+FORMATS += [Format("int4", blocksize=32), Format("int4", scale_dtype=torch.float32)]  # groups of 32 and of 64
+FORMATS += [Format("fp8"), Format("fp8", storage=torch.float32, scale_dtype=torch.float32)]
 CHECKPOINTS = list(itertools.product((torch.bfloat16, torch.float16, torch.float32), (1, 2)))  # dtype, number of files
 
 
@@ -147,8 +150,10 @@ def count_wrong_bytes(
 
 
 def stock_parts(weight: Tensor, format: Format) -> dict[str, Tensor]:
-    """Codes and scales of the whole weight by bitsandbytes' own functions, rows first."""
+    """Codes and scales of the whole weight by bitsandbytes' or compressed-tensors' own functions, rows first."""
     rows, columns = weight.shape
+    if not format.is_bitsandbytes:
+        return package_parts(weight, format)
     if not format.is_4bit:
         codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
         return {"codes": codes, "scales": scales}

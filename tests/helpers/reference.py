@@ -39,12 +39,22 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.trainer_pt_utils import LabelSmoother, get_length_grouped_indices
 
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, LossType, OptimConfig, Optimizer, QuantConfig, TaskConfig
+from qlora_fsdp.config.schema import (
+    CompressedFormat,
+    Config,
+    EmbeddingStorage,
+    LossType,
+    OptimConfig,
+    Optimizer,
+    QuantConfig,
+    TaskConfig,
+)
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import epoch_order
 from qlora_fsdp.data.tokenizer import byte_tokenizer, extend_tokenizer
 from tests.helpers.checkpoints import VOCAB
+from tests.helpers.compressed import through_package
 from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
 
@@ -113,6 +123,11 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         kept = [*(left_out if skip is None else skip), *routers]
         linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
         in_int8 += [layer for name, layer in linears if layer not in ends and should_convert_module(name, kept)]
+    if quant.compressed_tensors is not CompressedFormat.none:
+        kept = [*(left_out if skip is None else skip), *routers]
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and layer not in ends and should_convert_module(name, kept):
+                layer.weight.data = through_package(layer.weight.data, quant)
     for layer in in_int8:
         layer.weight.data = _through_int8(layer.weight.data)
     for name, layer in model.named_modules():
@@ -125,7 +140,9 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         weight = getattr(model.get_submodule(name), key)
         if not should_convert_module(name, quant.llm_int8_skip_modules or []):
             continue
-        if quant.load_in_8bit:
+        if quant.compressed_tensors is not CompressedFormat.none:
+            weight.data = through_package(weight.data, quant)
+        elif quant.load_in_8bit:
             weight.data = _through_int8(weight.data)
         elif quant.load_in_4bit:
             weight.data = _through_4bit(weight.data, quant)

@@ -152,7 +152,7 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ),
         ("quant.bnb_4bit_compute_dtype=float16", "quant.bnb_4bit_compute_dtype=float16 needs loss scaling"),
         ("compute=fp8 quant.bnb_4bit_compute_dtype=float32", "compute.matmul=fp8 gives bfloat16"),
-        ("compute=fp8 quant=int8", "compute.matmul=fp8 works on 4-bit weights alone"),
+        ("compute=fp8 quant=int8", "compute.matmul=fp8 works on nf4 and fp4 weights alone"),
         ("compute=fp8 training.precision=float32", "compute.matmul=fp8 gives bfloat16"),
         ("lora.init_lora_weights=1", "lora.init_lora_weights=1 is not an initialisation"),
         ("lora.init_lora_weights=pissa", "lora.init_lora_weights=pissa starts from the base weights"),

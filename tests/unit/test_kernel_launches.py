@@ -76,6 +76,11 @@ def test_the_tiles_of_attention_over_slots_fit_a_geforce(capability: int, size: 
     assert 0 < 2 * compile_for_a_gpu("compile_slots", str(capability), str(size)) <= 100 * 1024
 
 
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_the_kernels_that_dequantize_compile_for_gpus_with_and_without_8_bit_floats(capability: int):
+    assert max(compile_for_a_gpu("compile_dequantize", str(capability))) <= GEFORCE
+
+
 def compile_for_a_gpu(program: str, *args: str) -> Any:
     """What a helper prints, which compiles kernels in a process of its own."""
     pytest.importorskip("triton")

@@ -22,6 +22,9 @@ NUM_BUFFERS = 12
 BLOCKSIZE = 64
 NESTED_BLOCKSIZE = 256
 
+# In compressed-tensors' int4, as many weights share a scale as one of these, for which servers have kernels.
+GROUP_SIZES = (32, 64, 128)
+
 # Matrices of fewer elements keep bitsandbytes' 8-bit optimizers' state in float32. It is its own threshold.
 MIN_8BIT_ELEMENTS = 4096
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers.utils.versions import require_version
 
-from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
+from qlora_fsdp.common.sizes import BLOCKSIZE, GROUP_SIZES, NESTED_BLOCKSIZE
 from qlora_fsdp.inference.rounding import round_to_points
 from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.quantized.format import code_book
@@ -34,7 +34,6 @@ from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.scaled import E2M1
 
 FORMATS = ("nf4", "fp4", "int4", "fp8", "nvfp4", "mxfp4")
-GROUP_SIZES = (32, 64, 128)  # of int4, for which vLLM has kernels
 PACKAGE_NAME = "compressed-tensors"
 PACKAGE_VERSION = "0.17"  # the first, as in pyproject.toml
 # Of their mean size, what rounding to the nearest may change of weights that lie on the grid of a format already: that

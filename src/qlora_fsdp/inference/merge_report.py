@@ -31,6 +31,7 @@ from qlora_fsdp.config.specs import DataSpec, TaskSpec
 from qlora_fsdp.data.report_rows import MAX_TOKENS, ReportRows, choose_rows, read_report_rows
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.tokenize import TokenRow
+from qlora_fsdp.inference.merge_formats import FORMATS
 from qlora_fsdp.inference.trained import run_folder_of
 from qlora_fsdp.model.adapters.model_card import auto_class_of
 from qlora_fsdp.model.assemble import AssembledModel
@@ -43,7 +44,8 @@ MIN_GAIN = 0.01  # nats a token: of less no share is computed, as a few rows don
 MAX_SECONDS = 60.0  # that the rows take in the first model; the others get the rows that were done by then
 LoadForm = Callable[[torch.dtype, torch.device], nn.Module]
 # Of 16 bits, what a base takes by whether it is in 4 and in 8 bits, with what stays in 16
-FORMAT_SHARES = {(True, False): 0.4, (False, True): 0.6, (False, False): 1.0}
+# Of the memory of a model in 16 bits, by the format of its base
+FORMAT_SHARES = {None: 1.0, "nf4": 0.4, "fp4": 0.4, "int4": 0.4, "int8": 0.6, "fp8": 0.6}
 SPARE = 1.1  # of the memory of a model, for what computing takes
 # The types of GGUF files that round less than another
 FINER_GGUF = {"q4_0": ("q8_0", "f16"), "q8_0": ("f16", "bf16"), "f16": ("f32",), "bf16": ("f32",), "f32": ()}
@@ -162,7 +164,7 @@ def find_shortage(
         device: where the models compute.
         decompresses: whether transformers computes with the merged model's weights in full precision.
     """
-    share = 1.0 if decompresses else FORMAT_SHARES[quant.load_in_4bit, quant.load_in_8bit]
+    share = 1.0 if decompresses else FORMAT_SHARES[quant.base_format]
     of_base = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in merged.files.tensors.values())
     in_files = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     per_byte = merged.dtype.itemsize / 2  # files have 16 bits a weight as a rule
@@ -372,7 +374,7 @@ def _advise_merged(base: str, format: str | None, trained_format: str | None) ->
     fix = f"{what[0].upper()}{what[1:]}: that gives what was trained, in the precision of the base's files."
     if format in FINER:
         fix += f" Or set quantize={FINER[format]}, which rounds less."
-    if trained_format in ("nf4", "fp4"):
+    if trained_format in FORMATS:
         fix += f" Or set quantize={trained_format}, the format that it was trained on, without gguf."
     return fix
 

@@ -228,13 +228,15 @@ def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | Non
     """How our kernel divides the products of layers with the same input.
 
     Returns:
-        None if something else computes them: on a CPU, on GPUs without Triton or bfloat16, in float32, for more rows
-        than it is fast for, for few rows of small weights, and for layers of unlike formats, as ranks may have
-        (`own_parts`).
+        None if something else computes them: on a CPU, on GPUs without Triton or bfloat16, in float32, for formats of
+        compressed-tensors, for more rows than it is fast for, for few rows of small weights, and for layers of unlike
+        formats, as ranks may have (`own_parts`).
     """
     first = layers[0]
     num_rows = len(x_NI)
     if not x_NI.is_cuda or x_NI.dtype == torch.float32 or num_rows == 0 or not has_tensor_cores(x_NI.device):
+        return None
+    if not first.format.is_bitsandbytes:
         return None
     for layer in layers:
         is_alike = layer.format == first.format and (layer.bias is None) == (first.bias is None)
@@ -294,10 +296,10 @@ def multiplies_codes(layer: QuantizedLinear, x_NI: Tensor) -> bool:
 
 
 def has_whole_blocks(layer: QuantizedLinear) -> bool:
-    """Whether codes and scales lie one after another in memory, without filled-up ends of rows."""
+    """Whether they are bitsandbytes' 4-bit codes, one after another in memory, without filled-up ends of rows."""
     num_scale_bytes = layer.scales.shape[-1] * layer.scales.itemsize
     is_filled_up = layer.format.double_quant and num_scale_bytes != layer.in_features // layer.blocksize
-    return layer.format.is_4bit and not is_filled_up
+    return layer.format.is_4bit and layer.format.is_bitsandbytes and not is_filled_up
 
 
 def product_with_codes(layer: QuantizedLinear, x_NI: Tensor) -> Tensor:

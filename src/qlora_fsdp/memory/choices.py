@@ -12,7 +12,14 @@ from math import gcd
 from typing import Any
 
 from qlora_fsdp.config.checks.check_training import check_context_parallel, explain_no_tiles
-from qlora_fsdp.config.schema import Activations, EmbeddingStorage, Optimizer, ShardingStrategy, TaskName
+from qlora_fsdp.config.schema import (
+    Activations,
+    CompressedFormat,
+    EmbeddingStorage,
+    Optimizer,
+    ShardingStrategy,
+    TaskName,
+)
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.world import AUTO, round_default
 from qlora_fsdp.memory.gpus import GPUS_A_HOST
@@ -121,8 +128,12 @@ def smaller_settings(work: Workload, policies: Sequence[Policy]) -> Iterator[Val
             yield (("memory.activations", Activations(smaller.value)),)
     if config.optim.name is Optimizer.adamw and not is_offloaded and work.is_cuda:
         yield (("optim.name", Optimizer.adamw_8bit),)
-    if config.quant.load_in_8bit or not config.quant.load_in_4bit:
-        yield (("quant.load_in_4bit", True), ("quant.load_in_8bit", False))
+    if config.quant.base_format in (None, "int8", "fp8"):
+        yield (
+            ("quant.load_in_4bit", True),
+            ("quant.load_in_8bit", False),
+            ("quant.compressed_tensors", CompressedFormat.none),
+        )
     trained = {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
     trains_ends = not trained.isdisjoint(("embed_tokens", "lm_head"))
     if config.quant.embeddings is EmbeddingStorage.none and work.parts.ends["embeddings"] and not trains_ends:
@@ -178,6 +189,7 @@ _GROUPS = {
     "optim.name=adamw": "optim=adamw",
     "quant.load_in_4bit=true": "quant=nf4",
     "quant.load_in_8bit=false": "",
+    "quant.compressed_tensors=none": "",
     "fsdp.cpu_offload=true": "fsdp=offload",
     "fsdp.sharding_strategy=FULL_SHARD": "fsdp=full_shard",
 }

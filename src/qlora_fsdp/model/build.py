@@ -120,7 +120,7 @@ class MetaModel:
 
     @property
     def kind(self) -> str:
-        """`nf4`, `fp4`, `int8` or `unquantized`."""
+        """The format's name, as `quant=...` has it, or `unquantized`."""
         return self.format.quant_type if self.format else "unquantized"
 
     @property
@@ -159,7 +159,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
         notes.append(f"not in the base's files, so trained in full: {', '.join(sorted(new))}")
     if stored is not None and stored["quant_method"] in METHODS:
         note = f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read"
-        if settings.quant.load_in_4bit or settings.quant.load_in_8bit:
+        if settings.quant.base_format is not None:
             note += ", and quantized again as quant says: its weights are rounded twice"
         notes.append(note)
         stored = None
@@ -354,7 +354,7 @@ def _swap_layers(
         swap_stored_layers(model, formats, dtype)
         format = next(iter(formats.values()), None)
     else:
-        format = choose_format(quant)
+        format = choose_format(quant, dtype)
         if format is not None:
             notes += swap_chosen_linears(model, format, quant, dtype, [*settings.keep, *head])
             swap_experts(model, format, quant, dtype)

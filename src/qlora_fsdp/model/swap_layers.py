@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.common.module_names import match_skips, try_matching
+from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
-from qlora_fsdp.config.schema import QuantConfig
+from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
 from qlora_fsdp.runtime.hardware import dtype_name, is_shortage
@@ -33,8 +35,22 @@ NUM_TOKENS = 7
 TOLERANCE = 1e-6  # of the largest output; sums of 32 products in another order differ by less
 
 
-def choose_format(quant: QuantConfig) -> Format | None:
-    """The format that the settings ask for, or None for no quantization."""
+def choose_format(quant: QuantConfig, dtype: torch.dtype) -> Format | None:
+    """The format that the settings ask for, or None for no quantization.
+
+    Args:
+        quant: the settings.
+        dtype: the model's, to which the scales of compressed-tensors' formats are rounded.
+    """
+    match quant.compressed_tensors:
+        case CompressedFormat.int4:
+            return Format("int4", blocksize=quant.group_size, scale_dtype=dtype)
+        case CompressedFormat.fp8:
+            return Format("fp8", scale_dtype=dtype)
+        case CompressedFormat.none:
+            pass
+        case unknown:
+            assert_never(unknown)
     if quant.load_in_8bit:
         return Format("int8")
     if quant.load_in_4bit:
@@ -44,10 +60,15 @@ def choose_format(quant: QuantConfig) -> Format | None:
 
 def quant_settings(format: Format | None, quant: QuantConfig) -> QuantConfig:
     """The settings that lead to `format`, which differ from `quant` where the model files are quantized already."""
+    is_bitsandbytes = format is not None and format.is_bitsandbytes
+    compressed = CompressedFormat.none
+    if format is not None and not is_bitsandbytes:
+        compressed = CompressedFormat(format.quant_type)
     return replace(
         quant,
-        load_in_4bit=format is not None and format.is_4bit,
-        load_in_8bit=format is not None and not format.is_4bit,
+        load_in_4bit=format is not None and is_bitsandbytes and format.is_4bit,
+        load_in_8bit=format is not None and is_bitsandbytes and not format.is_4bit,
+        compressed_tensors=compressed,
         bnb_4bit_use_double_quant=format is not None and format.double_quant,
     )
 
@@ -138,8 +159,13 @@ def _left_out_by_transformers(model: PreTrainedModel) -> list[str]:
 
 def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
     reason = f"can't quantize {len(problems)} layers, whose blocks would cross rows:\n{list_some(problems)}\n"
-    fix = "Set quant=int8, or add them to quant.llm_int8_skip_modules."
-    return ConfigError([Problem(f"quant.bnb_4bit_quant_type={format.quant_type}", reason, fix)])
+    if format.is_bitsandbytes:
+        fix = "Set quant=int8, or add them to quant.llm_int8_skip_modules."
+        return ConfigError([Problem(f"quant.bnb_4bit_quant_type={format.quant_type}", reason, fix)])
+    fix = "Set quant=fp8, which rows of any length can have, or add them to quant.llm_int8_skip_modules."
+    if format.blocksize > min(GROUP_SIZES):
+        fix = f"Set a smaller quant.group_size, {' or '.join(map(str, GROUP_SIZES))}. Or: {fix}"
+    return ConfigError([Problem(f"quant.group_size={format.blocksize}", reason, fix)])
 
 
 def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype) -> None:

@@ -122,7 +122,10 @@ def describe_model(run: RunFiles) -> str:
     name = settings.get("model.name")
     named = f"{path} ({name})" if path and name != "custom" else str(path or name or "")
     kind = "full precision"
-    if settings.get("quant.load_in_4bit"):
+    compressed = settings.get("quant.compressed_tensors", "none")
+    if compressed != "none":
+        kind = str(compressed)
+    elif settings.get("quant.load_in_4bit"):
         kind = str(settings.get("quant.bnb_4bit_quant_type", "4 bits"))
     elif settings.get("quant.load_in_8bit"):
         kind = "int8"

@@ -76,10 +76,17 @@ def describe_adapter(
         needs_export=serving.export,
         needs_merge=serving.merge,
         use_rslora=lora.use_rslora,
+        served_format=_served_format(prepared),
         prompt=_describe_prompt(form, prepared.tokenizer),
         example=_example(folder),
         loss=_name_loss(spec.modules.task),
     )
+
+
+def _served_format(prepared: Prepared) -> str | None:
+    """The format of the base, if servers read it."""
+    format = prepared.assembled.meta.format
+    return None if format is None or format.is_bitsandbytes else format.quant_type
 
 
 def serving_of(prepared: Prepared) -> Serving:

@@ -26,7 +26,7 @@ from qlora_fsdp.records.start_folder import find_start, keep_start
 from qlora_fsdp.runtime.processes import Processes
 
 # Settings of the quantized base after which its weights are other numbers.
-QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
+QUANTIZATION = ("load_in_4bit", "load_in_8bit", "compressed_tensors", "group_size", "bnb_4bit_quant_type")
 
 
 def open_start(config: Config, folder: Path, processes: Processes, summary: RunSummary) -> SavedAdapter | None:

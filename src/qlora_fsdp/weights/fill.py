@@ -408,22 +408,25 @@ class Quantize(Sink):
         self.source_dtype = source_dtype
         self.dtype = dtype
         self.codes = local_tensor(layer.codes)
-        self.absmax: list[Tensor] = []
+        self.scales: list[Tensor] = []
 
     def put(self, rows: Tensor, first_row: int) -> None:
-        codes, absmax = self.layer.format.quantize_rows(rows.view(self.source_dtype).to(self.dtype))
+        codes, scales = self.layer.format.quantize_rows(rows.view(self.source_dtype).to(self.dtype))
         _write(self.codes[first_row : first_row + len(codes)], codes)
-        self.absmax.append(absmax)
+        self.scales.append(scales)
 
     def finish(self) -> None:
         layer = self.layer
         format = layer.format
-        none = (0, layer.in_features // format.blocksize) if format.is_4bit else (0,)
-        absmax = torch.cat([torch.empty(none, device=self.device), *self.absmax])
-        self.absmax = []
         if not format.double_quant:
-            _write(local_tensor(layer.scales), absmax)
+            target = local_tensor(layer.scales)
+            if self.scales:
+                _write(target, torch.cat(self.scales))
+            self.scales = []
             return
+        none = torch.empty(0, layer.in_features // format.blocksize, device=self.device)
+        absmax = torch.cat([none, *self.scales])
+        self.scales = []
         # Double quantization subtracts the mean of all scales, and quantizes them in groups of 256 that may span ranks.
         # So the scales of all ranks are gathered, every rank quantizes all of them, and keeps its own rows.
         group = shard_group(layer.codes)

@@ -76,9 +76,11 @@ def use_cache(
     Raises:
         CheckpointError: the entry lacks tensors, although it is the one that was written.
     """
-    chosen = [a for a in assignments if a.is_quantized and a.stored is not None and not a.stored_parts]
+    read = [a for a in assignments if a.is_quantized and a.stored is not None and not a.stored_parts]
+    chosen = [a for a in read if a.layer.format.is_bitsandbytes]
     if not chosen:
-        log.info("No cache of quantized weights: nothing is read that has to be quantized")
+        reason = "it is for bitsandbytes' formats" if read else "nothing is read that has to be quantized"
+        log.info(f"No cache of quantized weights: {reason}")
         return list(assignments)
     device = processes.device
     layers = [[a.name, a.layer.out_features, a.layer.in_features, _describe(a.layer.format)] for a in chosen]

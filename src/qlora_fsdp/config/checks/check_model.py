@@ -11,9 +11,11 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub import path_exists
+from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.text import is_number
 from qlora_fsdp.config.schema import (
     AttnImplementation,
+    CompressedFormat,
     ComputeConfig,
     Dtype,
     EmbeddingStorage,
@@ -173,7 +175,7 @@ def check_compute(compute: ComputeConfig, quant: QuantConfig, precision: Dtype) 
     if compute.matmul is not MatmulKind.fp8:
         return
     if not quant.load_in_4bit:
-        reason = "works on 4-bit weights alone, and quant.load_in_4bit is false."
+        reason = "works on nf4 and fp4 weights alone, and quant.load_in_4bit is false."
         yield problem_with(compute, "compute.matmul", reason, "Set quant=nf4, or compute=dequantized.")
     if precision in (Dtype.float32, Dtype.float16):
         reason = f"gives bfloat16, and training.precision is {precision.value}."
@@ -185,6 +187,13 @@ def check_quant(quant: QuantConfig, precision: Dtype) -> Iterator[Problem]:
     if quant.load_in_4bit and quant.load_in_8bit:
         fix = "Choose with quant=nf4, quant=fp4 or quant=int8, which set both."
         yield problem_with(quant, "quant.load_in_8bit", "contradicts quant.load_in_4bit=true.", fix)
+    if quant.compressed_tensors is not CompressedFormat.none and (quant.load_in_4bit or quant.load_in_8bit):
+        other = "quant.load_in_4bit" if quant.load_in_4bit else "quant.load_in_8bit"
+        fix = f"Choose with quant={quant.compressed_tensors.value}, which sets all three."
+        yield problem_with(quant, "quant.compressed_tensors", f"contradicts {other}=true.", fix)
+    if quant.group_size not in GROUP_SIZES:
+        reason = f"is none of {', '.join(map(str, GROUP_SIZES))}, for which servers have kernels."
+        yield problem_with(quant, "quant.group_size", reason, "Set one of them.")
     if not quant.load_in_4bit:
         return
     key = "quant.bnb_4bit_compute_dtype"
@@ -247,7 +256,7 @@ def _check_init(lora: LoraConfig, quant: QuantConfig) -> Iterator[Problem]:
         elif meant:
             reason = "is no initialisation of PEFT's."
             fix = f"Did you mean {meant[0]}?"
-        elif quant.load_in_4bit or quant.load_in_8bit:
+        elif quant.base_format is not None:
             reason = "starts from the base weights, which are packed codes here: it would take the packed bytes for"
             reason += " numbers."
         else:

@@ -44,7 +44,7 @@ from qlora_fsdp.config.settings import (
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 # What people call an option of a group, where that is too different to be guessed. A second word is a setting.
 OPTION_WORDS = {
-    "quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"},
+    "quant": {"4bit": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"},
     "task": {
         **dict.fromkeys(("sft", "clm", "lm", "causal", "instruct", "text_generation"), "causal_lm"),
         **{loss: f"preference preference.loss={loss}" for loss in ("dpo", "ipo", "simpo", "cpo", "orpo", "kto")},

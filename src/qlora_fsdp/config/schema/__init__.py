@@ -34,6 +34,7 @@ from qlora_fsdp.config.schema.grpo import (
 )
 from qlora_fsdp.config.schema.model import (
     AttnImplementation,
+    CompressedFormat,
     Dtype,
     EmbeddingStorage,
     LoraConfig,
@@ -97,6 +98,7 @@ __all__ = [
     "BadRows",
     "Bounds",
     "CheckpointConfig",
+    "CompressedFormat",
     "ComputeConfig",
     "Config",
     "DataConfig",

@@ -135,6 +135,12 @@ class QuantType4bit(Enum):
     fp4 = "fp4"
 
 
+class CompressedFormat(Enum):
+    none = "none"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
 class EmbeddingStorage(Enum):
     none = "none"
     int8 = "int8"
@@ -154,6 +160,17 @@ class QuantConfig:
     # Quantize linear layers to 8 bits: int8 codes with one fp32 scale per row (the weights of LLM.int8,
     # arXiv:2208.07339).
     load_in_8bit: bool = setting(False, Run.other, ALWAYS, files=Files.adapters)
+    # Quantize linear layers to a format of compressed-tensors, which vLLM serves (`merge quantize=...`). `int4`:
+    # integers, symmetric, with a scale for each group of a row. `fp8`: float8_e4m3fn with a scale for each row.
+    compressed_tensors: CompressedFormat = setting(CompressedFormat.none, Run.other, ALWAYS, files=Files.adapters)
+    # Weights of a row that share a scale: 32, 64 or 128.
+    group_size: int = setting(
+        32,
+        Run.other,
+        when("quant.compressed_tensors", CompressedFormat.int4, fix="quant=int4"),
+        files=Files.adapters,
+        bounds=at_least(32),
+    )
     # Code book of the 4-bit codes.
     bnb_4bit_quant_type: QuantType4bit = setting(QuantType4bit.nf4, Run.other, ALWAYS, files=Files.adapters)
     # Quantize the scales too, which saves 0.37 bits per weight.
@@ -167,6 +184,15 @@ class QuantConfig:
     # Linear layers to leave unquantized, by their names or by the ends of these. null leaves out the output head, as
     # transformers does.
     llm_int8_skip_modules: list[str] | None = setting(None, Run.other, ALWAYS, files=Files.adapters)
+
+    @property
+    def base_format(self) -> str | None:
+        """The format of quantized linear layers, as `quant=...` names it; None: they are not quantized."""
+        if self.compressed_tensors is not CompressedFormat.none:
+            return str(self.compressed_tensors.value)
+        if self.load_in_8bit:
+            return "int8"
+        return str(self.bnb_4bit_quant_type.value) if self.load_in_4bit else None
 
 
 @dataclass

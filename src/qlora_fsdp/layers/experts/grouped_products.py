@@ -56,7 +56,7 @@ class QuantizedExpertWeight(StoredWeight):
         Args:
             out: its rows are those of each expert from `first_row` on.
             first_row: the first row to write of each expert.
-            first_column: a multiple of 64. So is the number of columns.
+            first_column: a multiple of the block size. So is the number of columns.
         """
         self.format.dequantize_part(self.named_parts(), out, first_row, first_column)
 
@@ -70,7 +70,7 @@ class QuantizedExpertWeight(StoredWeight):
 # one would lose time: each slice reads all rows that go in, and copies what comes out into its columns.
 SLICE_FOR_ROWS = 4
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**29, 2**30
-COLUMNS_MULTIPLE = 64  # columns of a block of a 4-bit weight
+COLUMNS_MULTIPLE = 128  # of the largest block of a 4-bit weight that is quantized here, int4's
 
 ExpertWeight = QuantizedExpertWeight | nn.Parameter
 

@@ -1,4 +1,4 @@
-"""Triton kernels that undo 4-bit quantization in one pass, and that quantize rows to fp8. Imported on GPUs only.
+"""Triton kernels that undo quantization in one pass, and that quantize rows to fp8. Imported on GPUs only.
 
 bitsandbytes' own kernels take three passes, two for the scales and one for the weights, at about half the memory's
 speed. The results are the same bits: with double quantization a scale is a product and a sum, each rounded, and not one
@@ -65,7 +65,7 @@ def _dequantize_kernel(
         absmax = tl.load(scale_book + code) * tl.load(nested + flat // 256, mask=is_both, other=0.0)
         absmax += tl.load(nested + num_groups)
     else:
-        absmax = tl.load(scale, mask=is_both, other=0.0)
+        absmax = tl.load(scale, mask=is_both, other=0.0).to(tl.float32)
     if FACTOR == "row":
         absmax *= tl.load(factors + rows, mask=is_row, other=0.0)[:, None]
     if FACTOR == "column":
@@ -84,6 +84,41 @@ def _dequantize_kernel(
     else:
         offsets_of_rows = group * group_stride + row * out_stride
         tl.store(out + offsets_of_rows[:, None] + columns[None, :], values, mask=is_row[:, None] & is_column[None, :])
+
+
+@kernel
+@triton.jit
+def _dequantize_fp8_kernel(
+    codes,
+    scales,
+    out,
+    num_rows,
+    num_columns,
+    code_group_stride,
+    code_stride,
+    scale_group_stride,
+    out_group_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Dequantize a tile of ROWS x COLUMNS codes of one matrix.
+
+    The bits of float8_e4m3fn, moved to those of float16, are the same number over 2**8, also where it is subnormal. So
+    GPUs without 8-bit floats can read it too. The code that stands for NaN is no weight's.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(2).to(tl.int64)
+    is_row = rows < num_rows
+    is_there = is_row[:, None] & (columns < num_columns)[None, :]
+    places = group * code_group_stride + rows[:, None] * code_stride + columns[None, :]
+    code = tl.load(codes + places, mask=is_there, other=0).to(tl.uint16)
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    scale = tl.load(scales + group * scale_group_stride + rows, mask=is_row, other=0.0)
+    values = (values * scale[:, None]).to(out.dtype.element_ty)
+    tl.store(out + group * out_group_stride + rows[:, None] * out_stride + columns[None, :], values, mask=is_there)
 
 
 @kernel
@@ -131,7 +166,7 @@ def dequantize(
 
     Args:
         codes: the whole weight's: two codes per byte, in any dtype [rows, units].
-        scales: float32 [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
+        scales: float32 or a dtype of 16 bits [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
         nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
         blocksize: consecutive weights of a row that share a scale.
@@ -177,6 +212,34 @@ def dequantize(
         BLOCKS=blocks,
         num_warps=4,
         enable_fp_fusion=False,
+    )
+    return out
+
+
+def dequantize_fp8(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Fill `out` with what codes in fp8 stand for. Returns `out`.
+
+    Args:
+        codes: the bytes of float8_e4m3fn, uint8 [groups, rows, columns]; groups and rows may be strided.
+        scales: float32 [groups, rows]; groups may be strided.
+        out: in the dtype wanted [groups, rows, columns]; groups and rows may be strided.
+    """
+    num_groups, num_rows, num_columns = out.shape
+    rows, columns = 4, 1024
+    _dequantize_fp8_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns), num_groups)](
+        codes,
+        scales,
+        out,
+        num_rows,
+        num_columns,
+        codes.stride(0),
+        codes.stride(1),
+        scales.stride(0),
+        out.stride(0),
+        out.stride(1),
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
     )
     return out
 

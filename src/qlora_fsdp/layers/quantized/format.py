@@ -1,29 +1,36 @@
-"""How a quantized weight is stored, and the kernels that quantize and dequantize it, which are bitsandbytes'.
+"""How a quantized weight is stored, and what quantizes and dequantizes it.
 
 A weight W of `out_features` x `in_features` becomes two or three tensors. Ranks can own rows (or chunks) of each:
 
-    codes          storage [out, in / 2 bytes] (4-bit) or [out, in bytes] (int8)
-    scales         4-bit: the absmax of each block, float32 [out, in / blocksize]; with double quantization one byte
+    codes          `storage` [out, in / 2 bytes] (4-bit) or [out, in bytes] (int8, fp8)
+    scales         nf4, fp4: the absmax of each block, float32 [out, in / blocksize]; with double quantization one byte
                    each, in `storage`
+                   int4: the scale of each block in `scale_dtype`, as bytes of float32 [out, in / blocksize scales]
                    int8: the absmax of each row, float32 [out]
+                   fp8: the scale of each row, float32 [out]
     nested_scales  with double quantization only: float32 [groups + 1]. The absmax of each 256 scales in row-major
                    order, and last the mean that was subtracted from all scales
 
-layers/quantized/format.py computes these shapes for the layers and for the memory plan.
+`Format.parts` computes these shapes for the layers and for the memory plan.
 
-The bytes are those that bitsandbytes makes of the same tensor: `quantize_4bit`, `quantize_blockwise` and
-`int8_vectorwise_quant`. Because `in_features` is a multiple of the block size, a 4-bit block lies within a row, and a
-rank can quantize its own rows alone. Only double quantization looks across rows, which takes one gather of the scales.
+The bytes of nf4, fp4 and int8 are those that bitsandbytes makes of the same tensor: `quantize_4bit`,
+`quantize_blockwise` and `int8_vectorwise_quant`. Those of int4 and fp8 are compressed-tensors' (compressed.py), but for
+the order of two codes in a byte: the first is in the high half here, as bitsandbytes has it, and in the low half there.
+Scales of 16 bits are kept in elements of float32, so that what FSDP2 gathers together with codes in bfloat16 has two
+dtypes (docs/design.md#bytes).
+
+Because `in_features` is a multiple of the block size, a 4-bit block lies within a row, and a rank can quantize its own
+rows alone. Only double quantization looks across rows, which takes one gather of the scales.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import bitsandbytes.functional as bnb
 import torch
@@ -33,13 +40,15 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
 from qlora_fsdp.layers.kernels.launch import moves
+from qlora_fsdp.layers.quantized.compressed import INT4_BOOK, quantize_fp8, quantize_int4
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
 # In which bitsandbytes writes codes: its bnb_4bit_quant_storage. Here they are kept and gathered in bfloat16, which
 # every supported torch shards.
 STORAGE_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
-QuantType = Literal["nf4", "fp4", "int8"]
+VALUES_A_TIME = 2**22  # quantized or dequantized at a time by plain torch: 16 MiB in float32
+QuantType = Literal["nf4", "fp4", "int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,14 @@ class Format:
     """How a weight is quantized and stored.
 
     Attributes:
-        quant_type: code book of the codes.
-        double_quant: 4-bit only: the scales are quantized too (QLoRA, arXiv:2305.14314, section 3).
+        quant_type: what the codes stand for.
+        double_quant: nf4 and fp4 only: the scales are quantized too (QLoRA, arXiv:2305.14314, section 3).
         blocksize: 4-bit only: weights that share a scale.
         storage: dtype in which codes and quantized scales are kept and gathered. Its values mean nothing: only the
             bytes count.
-        dequantizer: 4-bit only: whose kernel dequantizes whole weights on a GPU (`kernels.dequantize`). It is no part
-            of what is stored.
+        dequantizer: nf4 and fp4 only: whose kernel dequantizes whole weights on a GPU (`kernels.dequantize`). It is no
+            part of what is stored.
+        scale_dtype: int4 and fp8 only: the dtype to which scales are rounded.
     """
 
     quant_type: QuantType
@@ -61,17 +71,51 @@ class Format:
     blocksize: int = BLOCKSIZE
     storage: torch.dtype = torch.bfloat16
     dequantizer: Literal["bitsandbytes", "triton"] = field(default="bitsandbytes", compare=False)
+    scale_dtype: torch.dtype = torch.bfloat16
 
     @property
     def is_4bit(self) -> bool:
-        return is_4bit(self.quant_type)
+        """Whether two weights share a byte and each block of a row has its own scale; others have one scale a row."""
+        match self.quant_type:
+            case "nf4" | "fp4" | "int4":
+                return True
+            case "int8" | "fp8":
+                return False
+            case _:
+                assert_never(self.quant_type)
+
+    @property
+    def is_bitsandbytes(self) -> bool:
+        """Whether codes and scales are bitsandbytes', which has kernels of its own for them; or compressed-tensors'."""
+        match self.quant_type:
+            case "nf4" | "fp4" | "int8":
+                return True
+            case "int4" | "fp8":
+                return False
+            case _:
+                assert_never(self.quant_type)
 
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of every tensor that stands for a weight of this shape."""
-        found = stored_parts(
-            self.quant_type, self.double_quant, self.blocksize, self.storage.itemsize, out_features, in_features
-        )
-        return {name: (part.shape, self.storage if part.is_packed else torch.float32) for name, part in found.items()}
+        """Name, shape and dtype of every tensor that stands for a weight of this shape.
+
+        The first dimension of each is the one that ranks split. Rows of bytes may be filled up to a whole element.
+        """
+        row_bytes = in_features // 2 if self.is_4bit else in_features
+        parts = {"codes": ((out_features, _units(row_bytes, self.storage)), self.storage)}
+        if not self.is_4bit:
+            return {**parts, "scales": ((out_features,), torch.float32)}
+        num_blocks = in_features // self.blocksize
+        if not self.is_bitsandbytes:
+            num_units = _units(num_blocks * self.scale_dtype.itemsize, torch.float32)
+            return {**parts, "scales": ((out_features, num_units), torch.float32)}
+        if not self.double_quant:
+            return {**parts, "scales": ((out_features, num_blocks), torch.float32)}
+        num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)
+        return {
+            **parts,
+            "scales": ((out_features, _units(num_blocks, self.storage)), self.storage),
+            "nested_scales": ((num_groups + 1,), torch.float32),  # the last is the mean of all scales
+        }
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """Bytes of the whole weight, codes and scales."""
@@ -85,20 +129,16 @@ class Format:
 
     def pack(self, rows: Tensor) -> Tensor:
         """Bytes [rows, n] -> `storage` [rows, ceil(n / itemsize)]; the last element is filled up with zeros."""
-        rows = rows.view(torch.uint8)
-        padding = -rows.shape[1] % self.storage.itemsize
-        if padding:
-            rows = torch.nn.functional.pad(rows, (0, padding))
-        return rows.contiguous().view(self.storage)
+        return _pack(rows, self.storage)
 
     def unpack(self, stored: Tensor, num_bytes: int) -> Tensor:
-        """The inverse of `pack`: `storage` [rows, units] -> uint8 [rows, num_bytes], contiguous."""
+        """The inverse of `pack`, of any dtype: [rows, units] -> uint8 [rows, num_bytes], contiguous."""
         rows = stored.view(torch.uint8)
         return rows if rows.shape[1] == num_bytes else rows[:, :num_bytes].contiguous()
 
     def source_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which weights of `dtype` are quantized; bitsandbytes' int8 kernel takes float16."""
-        return dtype if self.is_4bit else torch.float16
+        return torch.float16 if self.quant_type == "int8" else dtype
 
     def quantize_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize whole rows, each independently of all others.
@@ -108,9 +148,14 @@ class Format:
 
         Returns:
             codes: `storage` [rows, elements].
-            absmax: float32 [rows, in_features / blocksize], or [rows] for int8. These scales are not quantized yet.
+            scales: as `parts` has them, float32. With double quantization they are not quantized yet: float32
+                [rows, in_features / blocksize].
         """
         rows, in_features = weight.shape
+        if not self.is_bitsandbytes:
+            step = max(1, VALUES_A_TIME // max(1, in_features))
+            pieces = [self._quantize_compressed(some) for some in weight.split(step)]
+            return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
         if not self.is_4bit:
             source = weight.to(self.source_dtype(weight.dtype))
             codes, absmax, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(source)
@@ -122,6 +167,14 @@ class Format:
             weight.contiguous(), self.blocksize, self.quant_type, torch.uint8
         )
         return self.pack(packed.view(rows, in_features // 2)), absmax.view(rows, in_features // self.blocksize)
+
+    def _quantize_compressed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in a format of compressed-tensors."""
+        if not self.is_4bit:
+            codes, scales = quantize_fp8(weight, self.scale_dtype)
+            return self.pack(codes), scales.float()
+        codes, scales = quantize_int4(weight, self.blocksize, self.scale_dtype)
+        return self.pack(codes), _pack(scales, torch.float32)
 
     def quantize_scales(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
         """Double quantization: quantize the scales of a whole weight.
@@ -150,17 +203,12 @@ class Format:
             out = torch.empty(out_features, in_features, dtype=dtype, device="meta")
             moves(out.nbytes + 2 * made.nbytes + sum(part.nbytes for part in parts.values()))
             return out
-        if not self.is_4bit:
-            rows = self.unpack(codes, in_features).view(torch.int8)
-            out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-            return torch.mul(rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out)  # in fp32, rounded once
         is_too_large = out_features * in_features > MAX_BNB_ELEMENTS
-        if codes.is_cuda and (self.dequantizer == "triton" or is_too_large) and has_triton():
-            from qlora_fsdp.layers.kernels import triton_dequantize
-
+        has_kernel = codes.is_cuda and (self.dequantizer == "triton" or is_too_large) and has_triton()
+        if has_kernel or not (self.is_4bit and self.is_bitsandbytes):
             out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)
-            books = code_book(self.quant_type, codes.device), dynamic_map(codes.device)
-            return triton_dequantize.dequantize(codes, scales, parts.get("nested_scales"), books, self.blocksize, out)
+            self.dequantize_part(parts, out.unsqueeze(0))
+            return out
         scales = self.dequantize_scales(parts, out_features, in_features)
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             codes.view(torch.uint8).view(-1, 1),
@@ -189,36 +237,71 @@ class Format:
         if out.is_meta:
             moves(out.nbytes + out.numel() // (2 if self.is_4bit else 1))
             return
-        if self.is_4bit and out.is_cuda and has_triton():
+        num_groups, num_rows, num_columns = out.shape
+        rows = slice(first_row, first_row + num_rows)
+        last_column = first_column + num_columns
+        if not self.is_4bit:
+            some = codes.view(torch.uint8).unflatten(0, (num_groups, -1))[:, rows, first_column:last_column]
+            self._scale_rows(some, scales.view(num_groups, -1)[:, rows], out)
+            return
+        if out.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             books = code_book(self.quant_type, out.device), dynamic_map(out.device)
             origin = first_row, first_column
             nested = parts.get("nested_scales")
-            triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, origin=origin)
-            return
-        num_groups, num_rows, num_columns = out.shape
-        rows = slice(first_row, first_row + num_rows)
-        last_column = first_column + num_columns
-        if not self.is_4bit:
-            some = codes.view(torch.int8).unflatten(0, (num_groups, -1))[:, rows, first_column:last_column]
-            factors = (scales * INT8_DEQUANT_FACTOR).view(num_groups, -1, 1)[:, rows]
-            torch.mul(some, factors, out=out)  # in fp32, rounded once
+            stored = scales if self.is_bitsandbytes else scales.view(self.scale_dtype)
+            triton_dequantize.dequantize(codes, stored, nested, books, self.blocksize, out, origin=origin)
             return
         code_bytes, size = codes.view(torch.uint8), self.blocksize
         scales = self.dequantize_scales(parts, code_bytes.shape[0], 2 * code_bytes.shape[1])
         code_bytes = code_bytes.unflatten(0, (num_groups, -1))[:, rows, first_column // 2 : last_column // 2]
         scales = scales.unflatten(0, (num_groups, -1))[:, rows, first_column // size : last_column // size]
+        if not self.is_bitsandbytes:
+            self._look_up(code_bytes, scales, out)
+            return
         found = {"codes": self.pack(code_bytes.flatten(0, 1)), "scales": scales.flatten(0, 1)}
         plain = replace(self, double_quant=False)
         out.copy_(plain.dequantize(found, num_groups * num_rows, num_columns, out.dtype).view(out.shape))
 
+    def _scale_rows(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write codes of 8 bits [groups, rows, columns], uint8, times the scales of their rows into `out`."""
+        if self.is_bitsandbytes:
+            factors = (scales * INT8_DEQUANT_FACTOR).unsqueeze(2)
+            torch.mul(codes.view(torch.int8), factors, out=out)  # in fp32, rounded once
+            return
+        if out.is_cuda and has_triton():
+            from qlora_fsdp.layers.kernels import triton_dequantize
+
+            triton_dequantize.dequantize_fp8(codes, scales, out)
+            return
+        for some in _row_slices(out):
+            values = codes[some].view(torch.float8_e4m3fn).to(out.dtype)  # exact
+            torch.mul(values, scales[some].unsqueeze(1), out=out[some])  # in fp32, rounded once
+
+    def _look_up(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write what 4-bit codes stand for into `out`, in plain torch.
+
+        Args:
+            codes: uint8 [groups, rows, columns / 2].
+            scales: float32 [groups, rows, columns / blocksize].
+            out: [groups, rows, columns].
+        """
+        book = code_book(self.quant_type, codes.device)
+        byte = torch.arange(256, device=codes.device)
+        pairs = torch.stack([book[byte >> 4], book[byte & 15]], 1)
+        for some in _row_slices(out):
+            values = pairs[codes[some].int()].view(-1, scales.shape[2], self.blocksize)
+            out[some] = values.mul_(scales[some].unsqueeze(2)).flatten(1)
+
     def dequantize_scales(self, parts: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""
+        num_blocks = in_features // self.blocksize
+        if not self.is_bitsandbytes:
+            return parts["scales"].view(self.scale_dtype)[:, :num_blocks].float()
         if not self.double_quant:
             return parts["scales"]
         nested = parts["nested_scales"]
-        num_blocks = in_features // self.blocksize
         codes = self.unpack(parts["scales"], num_blocks)
         if nested.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
@@ -243,8 +326,8 @@ def has_triton() -> bool:
 
 @cache
 def code_book(quant_type: str, device: torch.device) -> Tensor:
-    """The 16 values of a 4-bit code: float32, and the largest magnitude is 1 (arXiv:2305.14314, appendix E)."""
-    values: Tensor = bnb.get_4bit_type(quant_type, device="cpu")
+    """The 16 values of a 4-bit code: float32. The largest of nf4 and fp4 is 1 (arXiv:2305.14314, appendix E)."""
+    values: Tensor = torch.tensor(INT4_BOOK) if quant_type == "int4" else bnb.get_4bit_type(quant_type, device="cpu")
     return values.float().to(device)
 
 
@@ -255,52 +338,24 @@ def dynamic_map(device: torch.device) -> Tensor:
     return code_book.to(device)
 
 
-class StoredPart(NamedTuple):
-    """One of the tensors that stand for a quantized weight.
-
-    Attributes:
-        shape: its first dimension is the one that ranks split.
-        is_packed: whether it holds raw bytes, in elements of the storage dtype; if not, it is float32.
-    """
-
-    shape: tuple[int, ...]
-    is_packed: bool
+def _units(num_bytes: int, storage: torch.dtype) -> int:
+    """How many elements of a dtype hold so many bytes."""
+    return -(num_bytes // -storage.itemsize)
 
 
-def is_4bit(quant_type: QuantType) -> bool:
-    """Whether two weights share a byte and each block of a row has its own scale; int8 has one scale per row."""
-    match quant_type:
-        case "nf4" | "fp4":
-            return True
-        case "int8":
-            return False
-        case _:
-            assert_never(quant_type)
+def _pack(rows: Tensor, storage: torch.dtype) -> Tensor:
+    """[rows, n] of any dtype as bytes in elements of another; the last of a row is filled up with zeros."""
+    rows = rows.view(torch.uint8)
+    padding = -rows.shape[1] % storage.itemsize
+    if padding:
+        rows = torch.nn.functional.pad(rows, (0, padding))
+    return rows.contiguous().view(storage)
 
 
-def stored_parts(
-    quant_type: QuantType, double_quant: bool, blocksize: int, storage_bytes: int, out_features: int, in_features: int
-) -> dict[str, StoredPart]:
-    """Name and shape of every tensor that stands for a weight [out_features, in_features].
-
-    Args:
-        quant_type: code book of the codes.
-        double_quant: 4-bit only: the scales are quantized too.
-        blocksize: 4-bit only: weights that share a scale.
-        storage_bytes: bytes of one element of the storage dtype, which holds the packed parts.
-        out_features: rows of the weight.
-        in_features: columns of the weight; a multiple of `blocksize` for 4-bit types.
-    """
-
-    def packed(row_bytes: int) -> StoredPart:
-        return StoredPart((out_features, -(row_bytes // -storage_bytes)), is_packed=True)  # the last may be padded
-
-    if not is_4bit(quant_type):
-        return {"codes": packed(in_features), "scales": StoredPart((out_features,), is_packed=False)}
-    codes = packed(in_features // 2)
-    num_blocks = in_features // blocksize
-    if not double_quant:
-        return {"codes": codes, "scales": StoredPart((out_features, num_blocks), is_packed=False)}
-    num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)
-    nested_scales = StoredPart((num_groups + 1,), is_packed=False)  # the last is the mean of all scales
-    return {"codes": codes, "scales": packed(num_blocks), "nested_scales": nested_scales}
+def _row_slices(out: Tensor) -> Iterator[tuple[int, slice]]:
+    """Indices of a few rows at a time of a tensor [groups, rows, columns]."""
+    num_groups, num_rows, num_columns = out.shape
+    step = max(1, VALUES_A_TIME // max(1, num_columns))
+    for group in range(num_groups):
+        for start in range(0, num_rows, step):
+            yield group, slice(start, start + step)

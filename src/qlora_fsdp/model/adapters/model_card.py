@@ -126,6 +126,7 @@ class CardFacts:
         needs_export: why vLLM serves it only as `merge write=adapter` writes it; None if that is not so.
         needs_merge: why vLLM can't serve it beside its base in any form; None if it can.
         use_rslora: whether its scaling is rsLoRA's, which SGLang does not know.
+        served_format: the format of the base in training, if servers read it (`merge quantize=...`); None for others.
         prompt: how a prompt is written for the adapter.
         example: a prompt and what the model wrote; None if it wrote nothing during training.
         loss: what the losses are means of.
@@ -148,6 +149,7 @@ class CardFacts:
     needs_export: str | None = None
     needs_merge: str | None = None
     use_rslora: bool = False
+    served_format: str | None = None
     prompt: str = ""
     example: tuple[str, str] | None = None
     loss: str = "loss per token, in nats"
@@ -268,6 +270,14 @@ def _serving(facts: CardFacts) -> list[str]:
     merge = "qlora-fsdp merge adapter=path/to/this/folder"
     converting = f"{merge} out=merged gguf=q8_0 llama_cpp=llama.cpp"
     using = GGUF_COMMANDS.format(folder="merged", file="model-Q8_0.gguf")
+    of_format = []
+    if facts.served_format is not None:
+        kept = f"{merge} out=merged-{facts.served_format} quantize={facts.served_format}"
+        serve = f"vllm serve merged-{facts.served_format}"
+        of_format = [
+            f"Merged into its base, in {facts.served_format}, the format of the base in training:",
+            fence(f"{kept}\n{serve}", "sh"),
+        ]
     for_gguf = [
         "With llama.cpp or Ollama, merged into its base (llama.cpp/ is a clone of its repository, for its converter):",
         fence(f"{converting}\n{using}", "sh"),
@@ -277,6 +287,7 @@ def _serving(facts: CardFacts) -> list[str]:
         return [
             why,
             fence(f"{merge} out=merged\n{SERVER_COMMANDS.format(folder='merged', options='')}", "sh"),
+            *of_format,
             *for_gguf,
         ]
     rank = next((rank for rank in VLLM_RANKS if rank >= facts.rank), facts.rank)
@@ -304,7 +315,7 @@ def _serving(facts: CardFacts) -> list[str]:
     else:
         used = folder if facts.needs_export is None else "for-servers"
         commands += [f"With SGLang, in which it is the model `{base}:adapter`:", fence(f"{sglang}{used}", "sh")]
-    return [*commands, *for_gguf]
+    return [*commands, *of_format, *for_gguf]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_code: bool = True) -> str:
@@ -375,6 +386,8 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     plain = {name for name, own in formats.items() if own != format} | by_parameter
     experts = [module for module in base_model.modules() if isinstance(module, QuantizedExpertWeight)]
     if format is None or (plain <= heads and not experts):
+        return ""
+    if not format.is_bitsandbytes:  # transformers quantizes to no other format while it loads
         return ""
     note = ""
     if experts:
