@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": ("qlora_fsdp.config.convert.__main__", "a file of axolotl, LLaMA-Factory or TRL as one of --config"),
     "prepare": ("qlora_fsdp.prepare", "tokenize the data of a run beforehand; needs no GPU"),
     "evaluate": ("qlora_fsdp.evaluate", "an adapter's loss on data, or its score in a benchmark"),
+    "score": ("qlora_fsdp.score", "a teacher's probabilities of the answers in the data, for task=distill"),
     "generate": ("qlora_fsdp.generate", "complete prompts"),
     "predict": ("qlora_fsdp.predict.__main__", "classes, rewards or texts for a file of rows, on all GPUs, resumable"),
     "chat": ("qlora_fsdp.chat", "talk to a model"),
@@ -37,7 +38,14 @@ COMMANDS = {
 }
 ONLY_PRINT = ("preflight", "status", "schema", "completion")
 HELP = {"-h", "--help"}
-TAKE_RANKS = ("evaluate", "generate", "predict", "chat", "doctor")  # besides train: with launch.num_processes=N
+TAKE_RANKS = (
+    "evaluate",
+    "generate",
+    "predict",
+    "score",
+    "chat",
+    "doctor",
+)  # besides train: with launch.num_processes=N
 
 USAGE = """\
 Fine-tune large language models with QLoRA on FSDP2.

@@ -183,7 +183,7 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
         from qlora_fsdp.training.answers.reward_models import RewardModels
         from qlora_fsdp.training.answers.rewarded import RewardedAnswers
         from qlora_fsdp.training.answers.rollouts import Rollouts
-        from qlora_fsdp.training.answers.teacher_model import assemble_teacher, check_teacher_positions, load_teacher
+        from qlora_fsdp.training.teacher import assemble_teacher, check_scores, check_teacher_positions, load_teacher
 
     trained = load_trained(config, settings, processes, generates=True)
     for note in trained.notes:
@@ -211,7 +211,8 @@ def evaluate_on_prompts(settings: EvaluateSettings, config: Config, processes: P
                 shards = ShardSpec.of(config.fsdp, processes.num_ranks, processes.local_num_ranks)
             trained.model.teacher = load_teacher(teacher, shards, config.training.seed, processes)
         seed = config.training.seed
-        teaching = FromTeacher(trained.model, config.distill, layout, split, seed, processes, False)
+        scores = check_scores(spec.task, trained.tokenizer, data, processes)
+        teaching = FromTeacher(trained.model, config.distill, layout, split, seed, processes, False, scores)
     rewarded = RewardedAnswers(rollouts, config.reward, 0, processes, models)
     try:
         found = evaluate_answers(rewarded, data.train, teaching)

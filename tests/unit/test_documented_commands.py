@@ -90,6 +90,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = load_config(["model=qwen3-8b"]).model.config
     (folder / "qwen3" / "config.json").write_text(json.dumps(dict(shape)))
     (folder / "my_conf" / "slurm").mkdir(parents=True)
+    (folder / "scores").mkdir()
+    (folder / "scores" / "scores.json").write_text("{}")
     (folder / "my_conf" / "slurm" / "my_cluster.yaml").write_text("partition: gpu\n")
     (folder / "qlora.yml").write_text("base_model: org/model\nadapter: qlora\ndatasets: [{path: org/rows}]\n")
     (folder / "run.yaml").write_text("model: llama3.1-8b-instruct\ndata: org/rows\n")  # what may become of it

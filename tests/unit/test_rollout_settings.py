@@ -65,6 +65,10 @@ DISTILL_MISTAKES: dict[str, tuple[list[str], str]] = {
     "the model itself": (["distill.teacher_model=org/name"], "is the model that is trained, which would be twice"),
     "an address": (["distill.teacher_model=https://huggingface.co/org/big"], "is an address"),
     "unknown tokens": (["distill.teacher_model=org/big", "tokenizer.add_tokens=[<new>]"], "the teacher does not know"),
+    "no scores": (
+        ["distill.teacher_scores=nowhere", "distill.lmbda=0"],
+        "distill.teacher_scores=nowhere has no scores",
+    ),
     "beta": ([HINTED, "distill.beta=2"], "distill.beta=2.0 is a part"),
     "lmbda": ([HINTED, "distill.lmbda=1.5"], "distill.lmbda=1.5 is a part"),
     "below": ([HINTED, "distill.lmbda=-1"], "must be finite and at least 0"),
@@ -87,6 +91,23 @@ def test_each_mistake_of_a_teacher_is_one_problem(mistake: str) -> None:
 def test_an_adapter_that_teaches_computes_with_nothing_that_is_trained() -> None:
     problems = check_settings(load_config([*DISTILL, "distill.teacher_adapter=nowhere", "lora.use_dora=true"]))
     assert any("lora.use_dora=true can't be switched off" in str(problem) for problem in problems), problems
+
+
+def test_scores_are_of_the_answers_in_the_data_alone(tmp_path: Path) -> None:
+    (tmp_path / "scores.json").touch()
+    scores = f"distill.teacher_scores={tmp_path}"
+    refused = {
+        "and distill.lmbda=0.5 asks for others. Set distill.lmbda=0": [scores, "distill.lmbda=0.5"],
+        "distill.teacher_model=org/big can't be used with distill.teacher_scores=": [
+            scores,
+            "distill.lmbda=0",
+            "distill.teacher_model=org/big",
+        ],
+    }
+    for told, more in refused.items():
+        (problem,) = check_settings(load_config([*DISTILL, *more]))
+        assert told in str(problem)
+    assert check_settings(load_config([*DISTILL, scores, "distill.lmbda=0"])) == []
 
 
 def test_a_teacher_that_differs_from_the_model_has_no_problem() -> None:

@@ -22,6 +22,7 @@ from qlora_fsdp.common.sizes import IGNORE_INDEX, round_length, round_up
 from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
+from qlora_fsdp.layers.divergence import TopTeacher
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,21 @@ class Taught:
         asked: the same answers after the teacher's prompts, with `label_positions` [T], of the same tokens in the same
             order; None: the teacher's prompts are those of the batch.
         hidden: [T, D], what the head gets of the teacher for each; None: not computed yet.
+        top: what a file has of the teacher for each, in place of a pass; None: there is a pass.
     """
 
     positions: torch.Tensor
     sampled: torch.Tensor
     asked: Batch | None = None
     hidden: torch.Tensor | None = None
+    top: TopTeacher | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Taught:
         """The same with what a function makes of each tensor."""
         asked = None if self.asked is None else self.asked.map(function)
         hidden = None if self.hidden is None else function(self.hidden)
-        return Taught(function(self.positions), function(self.sampled), asked, hidden)
+        top = None if self.top is None else self.top.map(function)
+        return Taught(function(self.positions), function(self.sampled), asked, hidden, top)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ in the same pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +67,10 @@ class TopTeacher:
     log_probs: Tensor
     given: Tensor
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> TopTeacher:
+        """The same with what a function makes of each tensor."""
+        return TopTeacher(function(self.ids), function(self.log_probs), function(self.given))
+
 
 def divergences(
     hidden_ND: Tensor, head: FrozenHead, teacher: WholeTeacher | TopTeacher, targets_N: Tensor, beta: float
@@ -97,6 +102,37 @@ def divergences(
         hidden_ND = hidden_ND * head.factor
     found = FrozenHeadDivergence.apply(hidden_ND, head, teacher, targets_N, beta)  # type: ignore[no-untyped-call]
     return torch.stack(found)
+
+
+@torch.no_grad()
+def likeliest(hidden_ND: Tensor, head: FrozenHead, targets_N: Tensor, number: int) -> TopTeacher:
+    """What a teacher predicts, as a file has it: the likeliest tokens and all others together.
+
+    Args:
+        hidden_ND: final hidden states in the compute dtype.
+        head: the teacher's, of tokens that are compared.
+        targets_N: int64, the tokens.
+        number: how many of the likeliest tokens.
+    """
+    if head.factor != 1.0:
+        hidden_ND = hidden_ND * head.factor
+    chunk = loss_chunk(len(head.weight))
+    found = []
+    for start in range(0, len(hidden_ND), chunk):
+        rows = slice(start, start + chunk)
+        log_probs, _ = _log_probs(hidden_ND[rows], head)
+        top, ids = log_probs.topk(number, dim=1)
+        given = log_probs.gather(1, targets_N[rows].unsqueeze(1)).squeeze(1)
+        others = log_probs.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+        found.append(TopTeacher(ids, _finite(torch.cat([top, others], 1)), given))
+    if not found:
+        nothing = hidden_ND.new_zeros(0, dtype=torch.float32)
+        return TopTeacher(targets_N.new_zeros(0, number), nothing.view(0, number + 1), nothing)
+    return TopTeacher(
+        torch.cat([part.ids for part in found]),
+        torch.cat([part.log_probs for part in found]),
+        torch.cat([part.given for part in found]),
+    )
 
 
 class FrozenHeadDivergence(torch.autograd.Function):

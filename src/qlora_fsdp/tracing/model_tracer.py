@@ -30,6 +30,7 @@ from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.attention.choose import describe_wide_heads, traced_attention
 from qlora_fsdp.layers.attention.sliced import slice_attention
+from qlora_fsdp.layers.divergence import TopTeacher
 from qlora_fsdp.layers.experts.forward import mentions_experts
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import stock_models
@@ -54,6 +55,7 @@ from qlora_fsdp.tracing.trace import Trace
 
 # A setting whose value matches may be about some layers only, so that layers are not alike.
 _ABOUT_A_LAYER = re.compile(r"\blayers?\b|\bh\b|\bblocks?\b|(?<![a-zA-Z_])\d")
+SCORED_TOKENS = 64  # of the teacher for each token, in a file that need not be here; what they take is little
 MAX_REASON = 200  # characters of an error's message
 
 
@@ -386,12 +388,16 @@ def batch_on_meta(spec: BatchSpec, num_positions: int | None = None, model: Task
             advantages = torch.empty(num_rows, device="meta")
             return replace(batch, rewarded=Rewarded(advantages, values, values, old, before))
         case TaskName.distill:
+            positions = torch.empty(size * length, dtype=torch.int64, device="meta")
+            sampled = torch.empty(size * length, device="meta")
+            if task.distill.teacher_scores is not None:
+                ids = positions.view(-1, 1).expand(-1, SCORED_TOKENS)
+                top = TopTeacher(ids, torch.empty(size * length, SCORED_TOKENS + 1, device="meta"), sampled)
+                return replace(batch, label_positions=positions, taught=Taught(positions, sampled, top=top))
             # The batch has the teacher's hidden states. The pass that computes them keeps nothing and takes less.
             assert model is not None
-            positions = torch.empty(size * length, dtype=torch.int64, device="meta")
             hidden_size = cast(nn.Linear, model.head).in_features
             hidden = torch.empty(size * length, hidden_size, dtype=model.base.dtype, device="meta")
-            sampled = torch.empty(size * length, device="meta")
             return replace(batch, label_positions=positions, taught=Taught(positions, sampled, hidden=hidden))
         case TaskName.reward:
             return replace(batch, num_answers=size, margins=torch.empty(size // 2, device="meta"))

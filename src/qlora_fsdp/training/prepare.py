@@ -41,10 +41,10 @@ from qlora_fsdp.runtime.fallbacks import replace_missing
 from qlora_fsdp.runtime.hardware import choose_dtype, dtype_name, find_machine, hold_to
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import ModelTracer, UntraceableModel, trace_assembled
-from qlora_fsdp.training.answers.teacher_model import assemble_teacher, check_teacher_positions
 from qlora_fsdp.training.checkpoints.resume import resumed_run
 from qlora_fsdp.training.memory_use import PhasePeaks, start_snapshot
 from qlora_fsdp.training.start_adapter import assemble_for_training
+from qlora_fsdp.training.teacher import assemble_teacher, check_scores, check_teacher_positions
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
@@ -265,8 +265,12 @@ def _prepare_data(
         split = split_batches(spec.steps, processes.num_ranks, 0)  # max_steps says where it ends
         data = open_stream(spec.data, tokenizer, split, processes, folder, first_step, model.vocab_size, earlier_folder)
     else:
-        prepare_rows = prepare_questions if spec.data.task.writes_answers else prepare_data
-        data = prepare_rows(spec.data, tokenizer, processes, model.vocab_size)
+        if spec.data.task.writes_answers:
+            prompts = prepare_questions(spec.data, tokenizer, processes, model.vocab_size)
+            check_scores(spec.data.task, tokenizer, prompts, processes)
+            data = prompts
+        else:
+            data = prepare_data(spec.data, tokenizer, processes, model.vocab_size)
         split = split_batches(spec.steps, processes.num_ranks, len(data.train))
         if spec.steps.group_by_length:
             grouped = replace(data.train, group_size=split.global_batch_size)

@@ -45,7 +45,6 @@ from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now
 from qlora_fsdp.runtime.processes import Processes, start_processes
 from qlora_fsdp.runtime.watch import Watch, ending_together
 from qlora_fsdp.sharding.materialize import materialize
-from qlora_fsdp.training.answers.teacher_model import load_teacher
 from qlora_fsdp.training.checkpoints.checkpoint import Checkpoint, verify_files
 from qlora_fsdp.training.checkpoints.resume import (
     check_base,
@@ -63,6 +62,7 @@ from qlora_fsdp.training.memory_use import explain_early_shortage, explain_short
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.start_adapter import open_start
+from qlora_fsdp.training.teacher import load_teacher
 from qlora_fsdp.training.train_adapter import AdapterSettings, train_adapter
 
 # Libraries read these when they start: cuBLAS with its first handle, NCCL with its first communicator.

@@ -50,6 +50,7 @@ from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer, rate_ratio
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
+from qlora_fsdp.training.teacher import open_scores
 
 log = logging.getLogger("qlora_fsdp")
 
@@ -189,7 +190,9 @@ def _start_answers(
     teaching = None
     if isinstance(model, DistillLM):
         put_teacher_in(prepared.assembled, task.distill, base, processes)
-        teaching = FromTeacher(model, task.distill, layout, prepared.split, spec.steps.seed, processes, deterministic)
+        scores = open_scores(task, prepared.tokenizer)
+        seed = spec.steps.seed
+        teaching = FromTeacher(model, task.distill, layout, prepared.split, seed, processes, deterministic, scores)
         lesson = teaching
     else:
         assert isinstance(model, PolicyLM)

@@ -28,6 +28,7 @@ from qlora_fsdp.config.schema import (
     TaskConfig,
     TaskName,
 )
+from qlora_fsdp.config.schema.distill import SCORES_HEADER
 from qlora_fsdp.config.settings import problem_about, problem_with, show
 
 
@@ -97,6 +98,7 @@ def check_rollouts(config: Config) -> Iterator[Problem]:
     if config.task.name is TaskName.distill:
         yield from _check_teacher(config.distill, config.lora)
         yield from _check_teacher_model(config.distill, config.model)
+        yield from _check_teacher_scores(config.distill)
         if config.memory.head_in_pieces is True:
             reason = "is not there for task=distill: its divergence is computed with the whole head."
             yield problem_with(config.memory, "memory.head_in_pieces", reason, "Leave it out.")
@@ -200,6 +202,24 @@ def _check_teacher_model(distill: DistillConfig, model: ModelConfig) -> Iterator
         reason = "is the model that is trained, which would be twice in memory."
         fix = "Leave it out: the base without the adapter teaches by distill.teacher_prompt, or with lora.start."
         yield problem_about(key, path, reason, fix)
+
+
+def _check_teacher_scores(distill: DistillConfig) -> Iterator[Problem]:
+    """Yields what is wrong with what a teacher makes of the answers in the data."""
+    path = distill.teacher_scores
+    if path is None:
+        return
+    key = "distill.teacher_scores"
+    write = "Write it by qlora-fsdp score, with the teacher as model.path and this run's settings of data."
+    if not (Path(path).expanduser() / SCORES_HEADER).is_file():
+        yield problem_about(key, path, f"has no {SCORES_HEADER}.", write)
+    if distill.lmbda > 0:
+        reason = f"knows of the answers in the data alone, and {show('distill.lmbda', distill.lmbda)} asks for others."
+        yield problem_about(key, path, reason, "Set distill.lmbda=0, or name a teacher in its place.")
+    for name in ("teacher_adapter", "teacher_model"):
+        if getattr(distill, name) is not None:
+            reason = f"can't be used with {show(key, path)}, which is in its place."
+            yield problem_with(distill, f"distill.{name}", reason, "Leave one of them out.")
 
 
 def _check_other_models(config: Config) -> Iterator[Problem]:

@@ -250,7 +250,7 @@ def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     of_clusters = ("slurm", "skypilot", "kubernetes")
     fixes = {name: f"Leave it out: it is for `qlora-fsdp train` with hydra/launcher={name}." for name in of_clusters}
     if not launches:
-        commands = "train, evaluate, generate, chat and doctor"
+        commands = "train, evaluate, generate, predict, score, chat and doctor"
         fixes["launch"] = f"Leave it out: only `qlora-fsdp` {commands} start processes."
     problems = []
     for text in arguments.overrides:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qlora_fsdp.config.schema.facets import Files, Hosts, Run, at_least, setting, when
 from qlora_fsdp.config.schema.task import TaskName
 
+SCORES_HEADER = "scores.json"  # in a folder that `qlora-fsdp score` has written
 _OF_DISTILL = when("task.name", TaskName.distill, fix="task=distill")
 
 
@@ -24,6 +25,9 @@ class DistillConfig:
         other_names=("teacher_model_name_or_path",),
         hosts=Hosts.place,
     )
+    # In place of a teacher: a folder of what one makes of the answers in the data, written by `qlora-fsdp score`. Of
+    # other answers it knows nothing, so lmbda is 0. null: a teacher takes part.
+    teacher_scores: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users, hosts=Hosts.place)
     # The column that has the prompt as the teacher gets it, text or messages as the prompt is: with hints, examples or
     # the solution that the model itself does not see. null: the model's own prompt.
     teacher_prompt: str | None = setting(None, Run.other, _OF_DISTILL, files=Files.users)
@@ -40,4 +44,4 @@ class DistillConfig:
     @property
     def shares_base(self) -> bool:
         """Whether the teacher is a pass of the base that is trained."""
-        return self.teacher_model is None
+        return self.teacher_model is None and self.teacher_scores is None

@@ -88,13 +88,17 @@ class DistillLM(AnsweringLM):
 
     def _loss(self, batch: Batch, hidden: Tensor) -> Tensor:
         taught = batch.taught
-        assert taught is not None and taught.hidden is not None
+        assert taught is not None
         targets = batch.targets.flatten()[taught.positions]
         head = self.frozen_head(hidden.device)
-        teachers_head = head
-        if isinstance(self.teacher, OtherModel):
-            teachers_head = self.teacher.model.frozen_head(hidden.device)
-        found = divergences(hidden, head, WholeTeacher(taught.hidden, teachers_head), targets, self.settings.beta)
+        if taught.top is not None:
+            found = divergences(hidden, head, taught.top, targets, self.settings.beta)
+        else:
+            assert taught.hidden is not None
+            teachers_head = head
+            if isinstance(self.teacher, OtherModel):
+                teachers_head = self.teacher.model.frozen_head(hidden.device)
+            found = divergences(hidden, head, WholeTeacher(taught.hidden, teachers_head), targets, self.settings.beta)
         apart, entropies, own, teachers = found.unbind()
         ones = torch.ones_like(own)
         is_drawn = taught.sampled.isfinite().float()
@@ -111,6 +115,8 @@ class DistillLM(AnsweringLM):
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with what the head gets of the teacher for each token of its answers."""
         assert batch.taught is not None
+        if batch.taught.top is not None:
+            return batch
         asked = batch if batch.taught.asked is None else batch.taught.asked
         if isinstance(self.teacher, OtherModel):
             other = self.teacher.model

@@ -25,7 +25,8 @@ def evaluate_answers(
 ) -> dict[str, float]:
     """Has `rollout.num_generations_eval` answers to each prompt written and rewarded. Collective.
 
-    Answers are drawn as in training, and by the same random numbers each time.
+    Answers are drawn as in training, and by the same random numbers each time; where a teacher knows of those in the
+    data alone, it is these.
 
     Returns:
         Figures by name, those that are numbers: as of training, and `pass@1` and `pass@k` by the first function. With a
@@ -36,7 +37,12 @@ def evaluate_answers(
     """
     questions = [question_of(prompts, index) for index in range(len(prompts))]
     num_generations = rewarded.rollouts.settings.used_num_generations_eval
-    answered = rewarded.answer(questions, num_generations, HELD_OUT)
+    given = None if teaching is None else teaching.given_to_evaluate(questions)
+    if given is None:
+        answered = rewarded.answer(questions, num_generations, HELD_OUT)
+    else:
+        num_generations = 1
+        answered = rewarded.reward_given(questions, given, HELD_OUT)
     figures = rewarded.figures(answered)
     if rewarded.names:
         deciding = answered.rewarding.by_function[:, 0]

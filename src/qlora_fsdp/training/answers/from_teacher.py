@@ -17,6 +17,7 @@ from qlora_fsdp.data.batch import Batch, Taught, collate, lay_out
 from qlora_fsdp.data.questions import Question
 from qlora_fsdp.data.sequences import SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.teacher_scores import TeacherScores, join_scores
 from qlora_fsdp.model.adapters.other_adapter import OtherAdapter
 from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, check_fingerprint
@@ -74,6 +75,7 @@ class FromTeacher:
         seed: says which steps are on answers of the data.
         processes: all ranks take part.
         deterministic: whether the run repeats to the bit.
+        scores: what a teacher that takes no part makes of the answers in the data; None: a teacher takes part.
     """
 
     model: DistillLM
@@ -83,6 +85,7 @@ class FromTeacher:
     seed: int
     processes: Processes
     deterministic: bool
+    scores: TeacherScores | None = None
 
     num_iterations = 1
 
@@ -90,6 +93,13 @@ class FromTeacher:
         """In a part of the steps, 1 - `lmbda` of them, the answers of the data."""
         if np.random.default_rng([self.seed, step]).random() < self.settings.lmbda:
             return None
+        return self._given(questions)
+
+    def given_to_evaluate(self, questions: Sequence[Question]) -> list[Completion] | None:
+        """The answers of the data, where the teacher knows of these alone."""
+        return None if self.scores is None else self._given(questions)
+
+    def _given(self, questions: Sequence[Question]) -> list[Completion]:
         found = []
         for question in questions:
             assert question.given is not None
@@ -100,6 +110,8 @@ class FromTeacher:
         """The answers as rows, all of which count, with room in a packed sequence for the teacher's prompts too."""
         prompts = [question.tokens for question in answered.asked]
         own = AnsweredRows(prompts, answered.completions, np.ones(len(prompts), dtype=bool))
+        if self.scores is not None:
+            return own
         return replace(own, room=np.maximum(own.lengths, _teachers(answered).lengths))
 
     def num_targets(self, rows: AnsweredRows) -> int:
@@ -112,16 +124,20 @@ class FromTeacher:
 
     def _batches(self, answered: Answered, laid: AnsweredStep) -> Iterator[Batch]:
         rows = laid.rows
+        asked = answered.asked
         teachers = _teachers(answered)
-        has_own = teachers.prompts != rows.prompts
+        has_own = self.scores is None and teachers.prompts != rows.prompts
         for indices, of_sequences in zip(laid.micro, laid.laid_rows(), strict=True):
             batch = collate(laid.sequences, indices, micro_batch_size=laid.micro_batch_size)
             sampled = [value for ids in of_sequences for row in ids for value in rows.completions[row].log_probs]
             taught = Taught(
-                positions=_target_positions(batch),
+                positions=target_positions(batch),
                 sampled=torch.tensor(sampled, dtype=torch.float32),
                 asked=self._lay_out(teachers, of_sequences) if has_own else None,
             )
+            if self.scores is not None:
+                top = join_scores([self.scores.of(asked[row]) for ids in of_sequences for row in ids])
+                taught = replace(taught, top=top)
             yield replace(batch, label_positions=taught.positions, taught=taught)
 
     def _lay_out(self, rows: AnsweredRows, of_sequences: Sequence[Sequence[int]]) -> Batch:
@@ -131,7 +147,7 @@ class FromTeacher:
         read = [[rows.read(row)[0] for row in ids] for ids in of_sequences]
         batch = lay_out(read, length, self.layout.pad_token_id)
         batch.position_ids.clamp_(max=self.layout.max_length - 1)
-        return replace(batch, label_positions=_target_positions(batch))
+        return replace(batch, label_positions=target_positions(batch))
 
     @torch.no_grad()
     def evaluate(self, answered: Answered) -> dict[str, float]:
@@ -155,5 +171,6 @@ def _teachers(answered: Answered) -> AnsweredRows:
     return AnsweredRows(prompts, answered.completions, np.ones(len(prompts), dtype=bool))
 
 
-def _target_positions(batch: Batch) -> torch.Tensor:
+def target_positions(batch: Batch) -> torch.Tensor:
+    """Where the T tokens of answers are predicted among the B x L tokens of a batch: int64 [T]."""
     return (batch.targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)

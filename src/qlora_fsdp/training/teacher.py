@@ -1,10 +1,14 @@
-"""A teacher that is a model of its own: quantized and sharded beside the one that it teaches."""
+"""Teachers that are not the base which is trained: a model of its own, or what one has made of the data, in files.
+
+A model of its own is quantized and sharded beside the one that it teaches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +16,12 @@ from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.specs import ShardSpec
+from qlora_fsdp.config.specs import ShardSpec, TaskSpec
+from qlora_fsdp.data.questions import question_of
+from qlora_fsdp.data.run_data import PreparedData
+from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.teacher_scores import TeacherScores
+from qlora_fsdp.data.together import failing_together
 from qlora_fsdp.data.tokenizer import VOCABULARY_FILES, load_tokenizer
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.read_adapter import NO_ADAPTER
@@ -155,3 +164,33 @@ def _why_another_tokenizer(own: Config, teacher: AssembledModel, tokenizer: PreT
         f"another number, the first {token!r} ({number}). Their probabilities can't be compared. Set it to a model "
         "with the same tokenizer."
     )
+
+
+def open_scores(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> TeacherScores | None:
+    """What a teacher that takes no part makes of the answers in the data; None where a teacher takes part.
+
+    Raises:
+        ConfigError: it is of other tokens, or of another temperature.
+        DataError: the folder can't be read.
+    """
+    folder = task.distill.teacher_scores
+    if folder is None:
+        return None
+    return TeacherScores(Path(folder).expanduser(), tokenizer, task.rollout.temperature)
+
+
+def check_scores(
+    task: TaskSpec, tokenizer: PreTrainedTokenizerBase, data: PreparedData[Sequences], processes: Processes
+) -> TeacherScores | None:
+    """As `open_scores`, and every row must have its own. Collective.
+
+    Raises:
+        ConfigError: they are of other tokens, or of another temperature.
+        DataError: the folder can't be read, or lacks rows.
+    """
+    with failing_together(processes):
+        scores = open_scores(task, tokenizer)
+        if scores is not None:
+            parts = [part for part in (data.train, data.eval) if part is not None]
+            scores.check([question_of(part, index) for part in parts for index in range(len(part))])
+    return scores
