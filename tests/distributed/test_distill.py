@@ -27,7 +27,7 @@ from tests.helpers.distillation import (
     make_teacher_model,
     write_taught,
 )
-from tests.helpers.lines import read_lines
+from tests.helpers.lines import read_lines, write_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.helpers.reference import add_lora, load_stock
@@ -228,3 +228,15 @@ def test_a_teacher_that_knows_fewer_positions_is_refused(folder: Path) -> None:
     argv = distill_settings(folder, "positions", by_model(folder), "training.max_length=300")
     with pytest.raises(RanksFailed, match="the teacher was made for 256 positions"):
         run_ranks(1, train_here, argv)
+
+
+def test_a_teacher_that_is_the_model_itself_is_told(folder: Path) -> None:
+    """Its gradients are zero, and the run ended with a message about lora.target_modules."""
+    rows = [{**row, "hinted": row["prompt"]} for row in read_lines(write_taught(folder / "asked.jsonl"))]
+    same = write_lines(folder / "same.jsonl", rows)
+    argv = distill_settings(folder, "same", HINTED, f"data.path={same}", "training.max_steps=3")
+    run_ranks(2, train_here, argv)
+    assert [line["loss"] for line in lines_of(argv)] == [0.0] * 3
+    told = (folder / "runs" / "same" / "train.log").read_text()
+    assert told.count("Step 1: the teacher predicts for every token what the model predicts") == 1
+    assert told.count("the teacher predicts for every token") == 1

@@ -84,10 +84,13 @@ def test_answers_and_losses_are_the_same_on_any_ranks(tmp_path: Path, loss: str)
 
 def test_a_step_without_anything_to_learn_changes_nothing(tmp_path: Path) -> None:
     """Here no answer has an end, and those that have none do not count."""
-    more = ["grpo.mask_truncated_completions=true", "rollout.max_completion_length=2", "training.max_steps=1"]
+    more = ["grpo.mask_truncated_completions=true", "rollout.max_completion_length=2", "training.max_steps=10"]
+    more.append("rollout.top_k=1")  # or one may draw an end
     (written, lines) = train(2, {"masked": more}, tmp_path)["masked"]
     assert all(len(completion.tokens) == 2 for step in written for completion in step)
-    assert [line["grad_norm"] for line in lines] == [0.0]
+    assert [line["grad_norm"] for line in lines] == [0.0] * 10
+    (told,) = (file.read_text() for file in tmp_path.rglob("train.log"))
+    assert told.count("For 10 steps all answers have been cut off at rollout.max_completion_length=2") == 1
 
 
 def test_rewards_that_are_all_alike_are_told_after_ten_steps(tmp_path: Path) -> None:

@@ -286,20 +286,24 @@ def test_a_quantized_base_can_not_be_merged_in_full(tmp_path: Path):
 
 
 def test_trained_parameters_without_a_gradient():
-    model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
+    model = SimpleNamespace(
+        model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False, judge_step=lambda step, loss: None
+    )
     processes = SimpleNamespace(sum=lambda values: values)
     with pytest.raises(TrainingError, match=r"(?s)2 parameters that should be trained got no usable gradient.*bias"):
-        check_gradients(model, 0, True, processes)
+        check_gradients(model, 0, True, processes, 1.0)
 
 
 def test_gradients_that_the_first_update_made_zero():
     """Adapters that had a gradient were said not to belong in lora.target_modules."""
-    model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
+    model = SimpleNamespace(
+        model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False, judge_step=lambda step, loss: None
+    )
     for param in model.model.parameters():
         param.grad = torch.zeros_like(param)
     processes = SimpleNamespace(sum=lambda values: values)
     with pytest.raises(TrainingError, match=r"2 parameters .* in step 2.*Set training\.learning_rate lower") as caught:
-        check_gradients(model, 1, False, processes)
+        check_gradients(model, 1, False, processes, 1.0)
     assert "target_modules" not in str(caught.value)
 
 

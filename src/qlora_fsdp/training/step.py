@@ -33,6 +33,7 @@ from qlora_fsdp.layers.experts.forward import count_loads
 from qlora_fsdp.layers.lora import has_zero_gradient_at_start
 from qlora_fsdp.model.count import FlopCounter
 from qlora_fsdp.model.tasks.task_model import TaskModel
+from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
@@ -176,7 +177,7 @@ class StepRunner:
         is_bad = (~is_good).float()
         read_figures, step = self._start_reading(loss, norm), passes.batch.step
         if step < GRADIENT_CHECK_STEPS and not is_bad.item():
-            check_gradients(self.model, step, is_first_update, self.processes)
+            check_gradients(self.model, step, is_first_update, self.processes, loss.item())
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
         self.passes.end_step(self.optimizer)
@@ -230,7 +231,7 @@ def _start_copying(*figures: Tensor) -> Callable[[], list[float]]:
     return read
 
 
-def check_gradients(model: TaskModel, step: int, is_first_update: bool, processes: Processes) -> None:
+def check_gradients(model: TaskModel, step: int, is_first_update: bool, processes: Processes, loss: float) -> None:
     """Check the gradients after the last backward of a step. This waits for the GPU.
 
     Args:
@@ -238,10 +239,14 @@ def check_gradients(model: TaskModel, step: int, is_first_update: bool, processe
         step: optimizer steps done before this one.
         is_first_update: the weights have not been updated yet.
         processes: all ranks take part.
+        loss: of the step, over all ranks.
 
     Raises:
         TrainingError: a trainable parameter's gradient is missing, not finite, or zero everywhere.
     """
+    reason = model.judge_step(step, loss)
+    if reason is not None:
+        log.warning(f"Step {step + 1}: {reason}")
     problems = _find_problems(model, is_first_update, processes)
     if not problems:
         return

@@ -12,6 +12,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import RolloutConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
+from qlora_fsdp.layers.lora import has_zero_gradient_at_start
 from qlora_fsdp.model.tasks.mismatch import BINS, MISMATCH, mismatch_of_share
 from qlora_fsdp.model.tasks.referenced import ReferencedLM
 
@@ -28,6 +29,11 @@ class AnsweringLM(ReferencedLM):
         transform: see `CausalLM`.
         figures: what the loss tells besides, before the bins of the mismatch between slots and training.
 
+    Attributes:
+        learns: whether there is something to learn from the answers of the step that is computed. If not, gradients of
+            zeros are as they should be.
+        has_learned: whether there was in an earlier step.
+
     Raises:
         ConfigError: the temperature is not 1, and the model caps its logits or makes them in a way of its own.
     """
@@ -42,6 +48,13 @@ class AnsweringLM(ReferencedLM):
     ) -> None:
         super().__init__(model, loss_kernel, _at_temperature(transform, rollout.temperature))
         self.figure_names = (*figures, *BINS)
+        self.learns = True
+        self.has_learned = False
+
+    def may_get_zero_gradient(self, name: str) -> bool:
+        """All may where there is nothing to learn; and LoRA's A until B is not zero any more."""
+        is_at_start = has_zero_gradient_at_start(name) and not self.has_learned
+        return not self.learns or is_at_start or super().may_get_zero_gradient(name)
 
     def head_inputs(self, batch: Batch) -> Tensor:
         """What the head would get of the tokens at `label_positions`, [num_labels, D]."""

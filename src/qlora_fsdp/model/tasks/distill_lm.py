@@ -21,6 +21,7 @@ from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
 from qlora_fsdp.model.tasks.mismatch import MISMATCH, count_bins
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 
+SAME = 1e-6  # nats a token; rounding makes less
 FIGURES = ("entropy", "teacher_log_prob", f"{MISMATCH}/mean")
 
 
@@ -127,6 +128,19 @@ class DistillLM(AnsweringLM):
         with self._as_teacher(self.teacher):
             hidden = self(asked, "hidden")
         return replace(batch, taught=replace(batch.taught, hidden=hidden))
+
+    def judge_step(self, step: int, loss: float) -> str | None:
+        """As in `TaskModel`: a teacher that predicts what the model predicts has nothing to teach."""
+        self.has_learned = self.has_learned or (self.learns and step > 0)
+        was_told = not self.learns
+        self.learns = abs(loss) > SAME
+        if self.learns or was_told:
+            return None
+        return (
+            "the teacher predicts for every token what the model predicts, so that the gradient is zero and nothing is "
+            "learned. Give it other prompts (distill.teacher_prompt, or look at that column), "
+            "another adapter than lora.start, or another model."
+        )
 
     @contextmanager
     def _as_teacher(self, adapter: OtherAdapter | None) -> Iterator[None]:

@@ -12,7 +12,6 @@ from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import GrpoConfig, RolloutConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
-from qlora_fsdp.layers.lora import has_zero_gradient_at_start
 from qlora_fsdp.model.tasks.answering_lm import AnsweringLM
 from qlora_fsdp.model.tasks.policy_loss import Answers, policy_figures, policy_loss
 
@@ -29,11 +28,6 @@ class PolicyLM(AnsweringLM):
         loss_kernel: see `CausalLM`, but not Liger's, which gives no losses of single tokens.
         transform: see `CausalLM`.
 
-    Attributes:
-        learns: whether some answer of the step that is computed is better than others to its prompt. If not, gradients
-            of zeros are as they should be.
-        has_learned: whether an earlier step did.
-
     Raises:
         ConfigError: the temperature is not 1, and the model caps its logits or makes them in a way of its own.
     """
@@ -48,8 +42,6 @@ class PolicyLM(AnsweringLM):
     ) -> None:
         super().__init__(model, rollout, loss_kernel, transform, policy_figures(settings))
         self.settings = settings
-        self.learns = True
-        self.has_learned = False
 
     def forward(self, batch: Batch, wants: WantedOfPolicy = "loss") -> Tensor:
         """Sum of the losses of the batch's answers, each token by its weight: float32 scalar.
@@ -96,8 +88,3 @@ class PolicyLM(AnsweringLM):
             else:
                 found = self(batch, wants)
         return found.masked_fill(batch.targets == IGNORE_INDEX, 0.0)
-
-    def may_get_zero_gradient(self, name: str) -> bool:
-        """All may where the answers to each prompt are equally good; and LoRA's A until B is not zero any more."""
-        is_at_start = has_zero_gradient_at_start(name) and not self.has_learned
-        return not self.learns or is_at_start or super().may_get_zero_gradient(name)

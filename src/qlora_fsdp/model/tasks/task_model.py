@@ -151,6 +151,15 @@ class TaskModel(nn.Module):
         mine = [0.0] * (2 * len(self.figure_names)) if sums is None else sums.flatten().tolist()
         return self.name_figures(processes.sum(mine)) if mine else {}
 
+    def judge_step(self, step: int, loss: float) -> str | None:
+        """Why nothing can be learned from one of a run's first steps; None if something can. Asked before its update.
+
+        Args:
+            step: optimizer steps done before it.
+            loss: of the step, over all ranks.
+        """
+        return None
+
     def may_get_zero_gradient(self, name: str) -> bool:
         """Whether a trained parameter may have a gradient of zeros without anything being wrong."""
         return False

@@ -42,6 +42,7 @@ class FromRewards:
         self.deterministic = deterministic
         self.num_iterations = settings.num_iterations
         self.num_alike = 0
+        self.num_cut = 0
 
     def given(self, questions: Sequence[Question], step: int) -> None:
         """None: the model writes all answers."""
@@ -78,6 +79,7 @@ class FromRewards:
         self.model.has_learned = self.model.has_learned or (self.model.learns and step > 0)
         self.model.learns = bool((advantages * rows.counts).any())
         self._tell_alike(alike)
+        self._tell_cut(rows)
 
         batches = list(laid.batches(advantages, weights))
         for micro, batch in enumerate(batches):
@@ -108,4 +110,15 @@ class FromRewards:
                 "learned. Look at generations.jsonl: give prompts that the model answers rightly at times "
                 "(rollout.dynamic_sampling=3 looks for some among all), rewards for "
                 "a part of what is wanted, a higher rollout.temperature, or more rollout.num_generations."
+            )
+
+    def _tell_cut(self, rows: AnsweredRows) -> None:
+        """Say what to do where no answer has counted for many steps, as all were cut off."""
+        self.num_cut = 0 if rows.counts.any() else self.num_cut + 1
+        if self.num_cut == NUM_ALIKE:
+            log.warning(
+                f"For {plural(NUM_ALIKE, 'step')} all answers have been cut off at rollout.max_completion_length="
+                f"{self.rewarded.rollouts.settings.max_completion_length}, and grpo.mask_truncated_completions=true "
+                "leaves such out, so that nothing is learned. Set rollout.max_completion_length higher, or "
+                "grpo.mask_truncated_completions=false."
             )
