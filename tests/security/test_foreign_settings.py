@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from qlora_fsdp import generate
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.training.answers.teacher_model import assemble_teacher
+from qlora_fsdp.training.teacher import assemble_teacher
 from tests.helpers.one_process import one_process
 
 SECRET = "hf_this_is_a_secret"
