@@ -78,21 +78,22 @@ CASES: dict[str, list[str]] = {
     "classes of rows": ["task=sequence_classification", LABELS],
     "classes of words": ["task=token_classification", LABELS],
     "a table for all layers": [PER_LAYER, "model.config.vocab_size_per_layer_input=259"],
+    "such a table in int8": [PER_LAYER, "model.config.vocab_size_per_layer_input=259", "quant.embeddings=int8"],
 }
 
 
 # Where embeddings, head and logits are nearly all there is, or what DoRA keeps.
 WIDE = ["model.config.vocab_size=20000", "training.max_length=256", "training.precision=float32", "memory=recompute"]
 WIDE += ["training.global_batch_size=null"]  # a step of one micro-batch, which keeps no gradients of others
+LARGE_TABLE = [PER_LAYER, "model.config.vocab_size_per_layer_input=20000", "model.config.vocab_size=300"]
 PEAKS = {
     "head": ["lora.modules_to_save=[lm_head]"],
     "adapted head": ["lora.target_modules=[q_proj,down_proj,lm_head]"],
     "both": ["lora.modules_to_save=[embed_tokens,lm_head]"],
     "classifier": ["task=sequence_classification", LABELS],
     "dora": ["lora.use_dora=true", "memory=keep", "training.max_length=1000", "model.config.vocab_size=300"],
-    "a table for all layers": [
-        *(PER_LAYER, "model.config.vocab_size_per_layer_input=20000", "model.config.vocab_size=300")
-    ],
+    "a table for all layers": LARGE_TABLE,
+    "such a table in int8": [*LARGE_TABLE, "quant.embeddings=int8"],
 }
 
 

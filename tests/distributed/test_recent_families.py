@@ -39,7 +39,9 @@ FAMILIES = {
     "qwen3_5_text": True,
     "smollm3": True,
 }
-QUICK = ("gemma4_text", "glm4_moe_lite", "qwen3_5_moe_text")
+INT8_TABLE = "gemma4_text, its table for all layers in int8"
+FAMILIES[INT8_TABLE] = True
+QUICK = (INT8_TABLE, "glm4_moe_lite", "qwen3_5_moe_text")
 Case = tuple[str, bool]  # a family, and whether its rows are packed
 CASES: list[Case] = [(family, False) for family in FAMILIES]
 CASES += [(family, True) for family, is_packed in FAMILIES.items() if is_packed]
@@ -67,10 +69,12 @@ def settings_of(
     checkpoint = cache(lambda family: write_checkpoint(make_config(family), folder / family))
 
     def find(case: Case, num_ranks: int) -> list[str]:
-        family, packing = case
+        name, packing = case
+        family = name.partition(",")[0]
+        stored = ["quant.embeddings=int8"] if name == INT8_TABLE else []
         batch = [f"training.micro_batch_size={SEQUENCES // num_ranks}", f"training.global_batch_size={SEQUENCES}"]
         steps = [f"training.max_steps={num_steps}", f"optim.eps={EPS}"]
-        return settings(checkpoint(family), rows, *batch, *steps, packing=packing)
+        return settings(checkpoint(family), rows, *batch, *steps, *stored, packing=packing)
 
     return find
 

@@ -118,7 +118,7 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         folder, dtype=dtype, attn_implementation="eager", device_map={"": device}, **options
     )
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    in_int8 = ends if quant.embeddings is EmbeddingStorage.int8 else []
+    in_int8 = _stored_in_int8(model, ends) if quant.embeddings is EmbeddingStorage.int8 else []
     if quant.load_in_8bit and not _is_quantized(folder):
         kept = [*(left_out if skip is None else skip), *routers]
         linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
@@ -147,6 +147,13 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         elif quant.load_in_4bit:
             weight.data = _through_4bit(weight.data, quant)
     return model
+
+
+def _stored_in_int8(model: nn.Module, ends: list[nn.Module]) -> list[nn.Module]:
+    """The tables in int8: embeddings and head if they are not one weight, and Gemma's with something for all layers."""
+    per_layer = [module for name, module in model.named_modules() if name.endswith("embed_tokens_per_layer")]
+    is_tied = ends[0].weight is ends[1].weight
+    return per_layer if is_tied else [*ends, *per_layer]
 
 
 def _is_multimodal(config: PretrainedConfig) -> bool:

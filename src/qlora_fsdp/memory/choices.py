@@ -99,7 +99,8 @@ def with_head_pieces(work: Workload) -> Workload | None:
     """The run whose loss dequantizes an int8 head in pieces, if that is open."""
     config = work.config
     is_int8 = config.quant.embeddings is EmbeddingStorage.int8
-    is_possible = is_int8 and work.is_cuda and config.task.name is not TaskName.distill
+    has_own_head = bool(work.parts.ends["head"])  # or it is the embeddings, and not in int8
+    is_possible = is_int8 and has_own_head and work.is_cuda and config.task.name is not TaskName.distill
     if config.memory.head_in_pieces != AUTO or not is_possible:
         return None
     return work.with_values({"memory.head_in_pieces": True})
@@ -136,7 +137,9 @@ def smaller_settings(work: Workload, policies: Sequence[Policy]) -> Iterator[Val
         )
     trained = {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
     trains_ends = not trained.isdisjoint(("embed_tokens", "lm_head"))
-    if config.quant.embeddings is EmbeddingStorage.none and work.parts.ends["embeddings"] and not trains_ends:
+    ends = work.parts.ends
+    has_tables = ends["embeddings"] or ends["per_layer_tables"]
+    if config.quant.embeddings is EmbeddingStorage.none and has_tables and not trains_ends:
         yield (("quant.embeddings", EmbeddingStorage.int8),)
     for size in _smaller_sizes(work):
         yield (("training.micro_batch_size", size),)

@@ -49,9 +49,9 @@ from qlora_fsdp.model.swap_layers import (
     note_experts,
     note_nothing_quantized,
     swap_chosen_linears,
-    swap_ends,
     swap_experts,
     swap_stored_layers,
+    swap_tables,
 )
 from qlora_fsdp.weights.assign import assign, stored_formats
 from qlora_fsdp.weights.composed import Assignment, Stored
@@ -361,7 +361,7 @@ def _swap_layers(
     if format is not None:
         notes += [*note_nothing_quantized(model, format), *note_experts(model, format)]
     if quant.embeddings is EmbeddingStorage.int8:
-        swap_ends(model, dtype, has_new_head=bool(head))
+        notes += swap_tables(model, dtype, bool(head), settings.keep)
     return format, notes
 
 

@@ -20,7 +20,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
-from qlora_fsdp.common.module_names import match_skips, try_matching
+from qlora_fsdp.common.module_names import is_target, match_skips, try_matching
 from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
@@ -196,24 +196,65 @@ def _swap_expert_weight(model: nn.Module, place: ExpertWeightPlace, format: Form
     setattr(module, place.key, QuantizedExpertWeight((shape[0], shape[1], shape[2]), format, dtype))
 
 
-def swap_ends(model: PreTrainedModel, dtype: torch.dtype, has_new_head: bool) -> None:
-    """Swap the input embeddings for int8, and the output head too unless it is new.
+def swap_tables(model: PreTrainedModel, dtype: torch.dtype, has_new_head: bool, keep: Sequence[str]) -> list[str]:
+    """Swap input embeddings, output head and tables that have something of each token for every layer for int8.
+
+    A head and embeddings that share a weight stay as they are.
+
+    Args:
+        model: changed in place.
+        dtype: dtype of the rows that are looked up, and of the head's inputs and outputs.
+        has_new_head: the head is new, and stays as it is.
+        keep: modules that are trained in full, and stay as they are.
+
+    Returns:
+        A note if only tables for all layers are swapped.
 
     Raises:
-        ConfigError: embeddings and head share a weight, or the embeddings are of a class of their own.
+        ConfigError: nothing is swapped. Embeddings and head share a weight, or the embeddings are of a class of their
+            own, and there is no table for all layers.
     """
-    embeddings, head = model.get_input_embeddings(), None if has_new_head else model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    head = None if has_new_head else model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
+    format = Format("int8")
+    per_layer = [table for table in find_per_layer_tables(model) if not is_target(names[id(table)], keep)]
+    for table in per_layer:
+        rows, columns = table.weight.shape
+        lookup = None if type(table) is nn.Embedding else table
+        model.set_submodule(names[id(table)], QuantizedEmbedding(rows, columns, format, dtype, lookup))
     is_tied = head is not None and head.weight is embeddings.weight
     if is_tied or type(embeddings) is not nn.Embedding:
-        raise ConfigError([int8_embeddings_problem(is_tied, type(embeddings).__name__)])
-    format = Format("int8")
+        if not per_layer:
+            raise ConfigError([int8_embeddings_problem(is_tied, type(embeddings).__name__)])
+        swapped = ", ".join(names[id(table)] for table in per_layer)
+        return [f"quant.embeddings=int8 stores {swapped}; the embeddings stay as they are, whose weight is the head's"]
     rows, columns = embeddings.weight.shape
     table = QuantizedEmbedding(rows, columns, format, dtype)
     table.padding_idx = embeddings.padding_idx
     model.set_submodule(names[id(embeddings)], table)
     if type(head) is nn.Linear:
         model.set_submodule(names[id(head)], _quantized_like(head, format, dtype))
+    return []
+
+
+def find_per_layer_tables(base: PreTrainedModel) -> list[nn.Embedding]:
+    """Tables that have something of each token for every layer, and so are wider than the embeddings.
+
+    Gemma 4 E2B's is of 2.3 billion parameters, more than half of the model (`embed_tokens_per_layer`). Gemma 3n's knows
+    fewer tokens than its embeddings. A table of positions, which may be wide too (OPT-350m's), is short.
+    """
+    own = next((module for module in base.get_input_embeddings().modules() if isinstance(module, nn.Embedding)), None)
+    if own is None:
+        return []
+    found: list[nn.Embedding] = []
+    for table in base.modules():
+        if not isinstance(table, nn.Embedding) or not any(True for _ in table.parameters(recurse=False)):
+            continue
+        is_of_tokens = 2 * table.num_embeddings > own.num_embeddings
+        if is_of_tokens and table.embedding_dim > own.embedding_dim:
+            found.append(table)
+    return found
 
 
 def note_nothing_quantized(model: PreTrainedModel, format: Format) -> list[str]:

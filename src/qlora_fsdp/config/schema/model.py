@@ -178,8 +178,9 @@ class QuantConfig:
     # dtype of the matrix products. `auto` follows training.precision. If training.precision is auto, another value here
     # sets both. float16 is refused.
     bnb_4bit_compute_dtype: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.adapters)
-    # How frozen input embeddings and a frozen output head are stored. `none`: in training.precision. `int8`: as codes
-    # with one fp32 scale per row, in half the memory.
+    # How frozen input embeddings and a frozen output head are stored, and tables that have something of each token for
+    # every layer (Gemma 4 E2B and E4B). `none`: in training.precision. `int8`: as codes with one fp32 scale per row, in
+    # half the memory. A head and embeddings that share a weight stay as they are.
     embeddings: EmbeddingStorage = setting(EmbeddingStorage.none, Run.other, ALWAYS, files=Files.adapters)
     # Linear layers to leave unquantized, by their names or by the ends of these. null leaves out the output head, as
     # transformers does.

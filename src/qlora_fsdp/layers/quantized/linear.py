@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qlora_fsdp.common.replaced import replaced
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
 from qlora_fsdp.layers.quantized.matmul import FP8_MAX, Axis, DequantizedMatmul, Matmul
@@ -166,21 +167,40 @@ class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override] 
         embedding_dim: columns of the table.
         format: int8.
         dtype: the compute dtype, in which rows are returned.
+        lookup: the module that had the table, if it does more than look rows up: Gemma's scales them. Its forward gets
+            the rows of a batch for its table. It loses its weight here.
     """
 
     bias = None
     padding_idx: int | None = None  # of a table of tokens: the column of a LoRA that is not trained
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, format: Format, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        format: Format,
+        dtype: torch.dtype,
+        lookup: nn.Embedding | None = None,
+    ) -> None:
         nn.Module.__init__(self)  # nn.Embedding's own would allocate the table
         assert format.quant_type == "int8"
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._make_parts(num_embeddings, embedding_dim, format, dtype, "meta")
+        if lookup is not None:
+            del lookup.weight
+            lookup.padding_idx = None  # which is a row of the whole table
+        self.lookup = lookup
 
     def forward(self, input: Tensor) -> Tensor:
         """ids_BL, int64 -> x_BLD in the compute dtype."""
         index = input.flatten()
-        return self.dequantize_rows(self.codes[index], self.scales[index]).view(*input.shape, self.embedding_dim)
+        rows = self.dequantize_rows(self.codes[index], self.scales[index])
+        if self.lookup is None:
+            return rows.view(*input.shape, self.embedding_dim)
+        ids = torch.arange(len(rows), device=rows.device).view(input.shape)
+        with replaced([(self.lookup, "weight", rows)]):
+            x: Tensor = self.lookup(ids)
+        return x
 
     def dequantize_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Rows [N, embedding_dim] in the compute dtype, of their codes and scales."""

@@ -16,6 +16,7 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.token_rows import plain_table
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.model.swap_layers import find_per_layer_tables
 from qlora_fsdp.runtime.peers import PeerTable
 from qlora_fsdp.runtime.processes import Processes
 
@@ -76,22 +77,9 @@ class TaskModel(nn.Module):
 
     @property
     def per_layer_tables(self) -> list[nn.Embedding]:
-        """Frozen tables that have something of each token for every layer, and so are wider than the embeddings.
-
-        Gemma 4 E2B's is of 2.3 billion parameters, more than half of the model (`embed_tokens_per_layer`). Gemma 3n's
-        knows fewer tokens than its embeddings. A table of positions, which may be wide too (OPT-350m's), is short.
-        """
-        own = next((module for module in self.embeddings.modules() if isinstance(module, nn.Embedding)), None)
-        if own is None:
-            return []
-        found = []
-        for table in self.base.modules():
-            is_frozen = not any(param.requires_grad for param in table.parameters(recurse=False))
-            if isinstance(table, nn.Embedding) and is_frozen:
-                is_of_tokens = 2 * table.num_embeddings > own.num_embeddings
-                if is_of_tokens and table.embedding_dim > own.embedding_dim:
-                    found.append(table)
-        return found
+        """Frozen tables that have something of each token for every layer."""
+        tables = find_per_layer_tables(self.base)
+        return [table for table in tables if not any(param.requires_grad for param in table.parameters(recurse=False))]
 
     @property
     def vocab_size(self) -> int:
