@@ -249,11 +249,13 @@ class TeacherBytes:
         self.work = work.teacher
         self.resident = sum(model.resident(with_training=False).values())
         self.hidden = max(0, self.work.ends.hidden - work.ends.hidden)
-        tables = [tensor for tensors in model.ends.values() for tensor in tensors if tensor.part == "embeddings"]
+        ends = [tensors for name, tensors in model.ends.items() if name != "per_layer_tables"]
+        tables = [tensor for tensors in ends for tensor in tensors if tensor.part == "embeddings"]
         table = max(tables, key=lambda tensor: tensor.shard_bytes(1), default=None)
         whole = 0 if table is None else table.shard_bytes(1)
         self.head = whole if self.work.num_shards > 1 else 0
-        if self.work.config.quant.embeddings is EmbeddingStorage.int8:
+        has_own_head = bool(model.ends["head"])  # or it is the embeddings, and not in int8
+        if has_own_head and self.work.config.quant.embeddings is EmbeddingStorage.int8:
             self.head = 2 * whole  # dequantized
 
     def moments(self) -> Iterator[BytesByPart]:
