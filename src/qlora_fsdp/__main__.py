@@ -38,6 +38,7 @@ COMMANDS = {
 }
 ONLY_PRINT = ("preflight", "status", "schema", "completion")
 HELP = {"-h", "--help"}
+GO_ON = ("resume", "continue")  # what people type for a run that has stopped
 TAKE_RANKS = (
     "evaluate",
     "generate",
@@ -103,6 +104,12 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def _no_command(name: str) -> Problem:
+    if name.lstrip("-") in COMMANDS:
+        return Problem(name, "is no command.", f"Did you mean qlora-fsdp {name.lstrip('-')}?")
+    if name in GO_ON:
+        return Problem(
+            name, "is no command.", "Type the command of the run again: it goes on from its last checkpoint."
+        )
     if "=" in name or name.startswith("-"):
         return Problem(name, "is no command.", f"Name one first: qlora-fsdp train {name} ...")
     near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -27,6 +27,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, User
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
+from qlora_fsdp.common.terminal import wrap_words
 from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.checks.check_data import check_mix_values
 from qlora_fsdp.config.checks.check_model import is_local_path
@@ -118,7 +119,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         lines, figures = _describe(choice, hardware, room)
         notes = [*work.model.notes(work.modules), *([rounded] if rounded else [])]
         notes += _doubts(planned, figures["num_tokens"], figures["num_tokens_from"])
-        lines += [*padded, *(f"Note: {note}" for note in notes)]
+        lines += [*padded, *(wrap_words(f"Note: {note}", sys.stdout) for note in notes)]
         fits = choice.fits
         if fits:
             typed = shlex.join(overrides)

@@ -22,6 +22,7 @@ from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
+from qlora_fsdp.common.terminal import wrap_words
 from qlora_fsdp.common.text import is_whole, plural, printable, shorten
 from qlora_fsdp.config.outlook import Outlook
 from qlora_fsdp.config.reading.commands import WITHOUT_TRAINING, CommandSettings
@@ -280,7 +281,7 @@ def _doubts(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
         steps = StepSpec.of(config.training, config.optim, 1, micro_batch_size=1)
         num_steps = split_batches(steps, 1, len(data.train)).num_steps
         doubts.append(outlook.few_steps(num_steps, len(data.train)))
-    yield from (f"Note: {doubt}" for doubt in doubts if doubt is not None)
+    yield from (wrap_words(f"Note: {doubt}", sys.stdout) for doubt in doubts if doubt is not None)
 
 
 def _known_positions(model: ModelConfig) -> int | None:

@@ -175,32 +175,6 @@ def test_a_chat_helps(typed: list[str], tmp_path: Path) -> None:
     assert code == 0 and "/system TEXT  sets the system turn" in printed, printed
 
 
-def test_a_schedule_with_a_floor_and_one_with_a_stable_part(typed: list[str], tmp_path: Path) -> None:
-    steps = ["training.max_steps=10", "training.global_batch_size=1", "optim.warmup_steps=0"]
-    steps += ["training.learning_rate=1e-3"]
-    floor = ["optim.lr_scheduler_type=cosine_with_min_lr", "optim.lr_scheduler_kwargs={min_lr_rate: 0.5}"]
-    _, folder = train(tmp_path, *typed, *steps, *floor)
-    rates = [line["learning_rate"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-    assert rates[0] == 1e-3 and rates == sorted(rates, reverse=True) and 0.5e-3 < rates[-1] < 0.52e-3
-    _, folder = train(tmp_path, *typed, *steps, "optim.lr_scheduler_type=warmup_stable_decay")
-    rates = [line["learning_rate"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-    assert rates[:9] == [1e-3] * 9 and rates[9] == pytest.approx(0.5e-3)
-    code, printed = run_forked(tmp_path, "train", *typed, "optim.lr_scheduler_kwargs={min_lr_rate: 0.5}")
-    assert code == 2 and "names min_lr_rate, and optim.lr_scheduler_type=cosine has no such argument" in printed
-
-
-def test_lora_plus_changes_the_steps_after_the_first_update(typed: list[str], tmp_path: Path) -> None:
-    """That it is PEFT's is seen in tests/unit/test_optim.py. Here: the command takes it, on whole runs and resumed."""
-    steps = ["training.max_steps=6", "training.global_batch_size=1"]
-    losses = {}
-    for ratio in ("null", "1", "16"):
-        _, folder = train(tmp_path, *typed, *steps, f"optim.loraplus_lr_ratio={ratio}")
-        losses[ratio] = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-    assert losses["null"] == losses["1"] != losses["16"]
-    assert losses["16"][0] == losses["1"][0]
-    assert losses["16"][-1] < losses["1"][-1]
-
-
 def test_the_best_adapter_is_the_result_where_that_is_asked(typed: list[str], tmp_path: Path) -> None:
     """A learning rate of 10 makes held-out rows worse; with a usual one the last step is the best."""
     steps = ["training.max_steps=8", "training.global_batch_size=1", "training.eval_every_steps=2"]

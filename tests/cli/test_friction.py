@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +60,78 @@ def test_a_name_with_an_umlaut_is_read_in_any_locale(folder: Path) -> None:
     )
     assert asked.returncode == 0, asked.stderr
     assert "24 rows read" in asked.stdout
+
+
+def shown_on(columns: int, folder: Path, *command: str) -> list[str]:
+    """The lines of a command on a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *command],
+        env=child_environment() | {"COLUMNS": str(columns), "TERM": "dumb"},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            read = os.read(ours, 65536)
+        except OSError:  # Linux's way of saying that nobody writes any more
+            break
+        if not read:
+            break
+        text += read
+    os.close(ours)
+    process.wait()
+    return text.decode().replace("\r\n", "\n").split("\n")
+
+
+def test_sentences_break_between_words_and_a_sweeps_table_fits_a_narrow_terminal(folder: Path) -> None:
+    lines = shown_on(60, folder, "train", "model=tiny", "data=nowhere.jsonl", "training.max_steps=0")
+    assert "Error: 2 settings can't be used:" in lines
+    assert len(lines) > 8 and all(len(line) <= 60 for line in lines), lines
+    jobs = [{"overrides": {"lora.r": rank}, "folder": f"sweep/lora.r={rank}"} for rank in ("8", "16")]
+    for job in jobs:
+        run = folder / job["folder"]
+        (run / "adapter").mkdir(parents=True)
+        (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": 4, "final_loss": 1.25}))
+    (folder / "sweep" / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    for columns, has_loss in ((120, True), (30, False)):
+        table = [line for line in shown_on(columns, folder, "report", "sweep") if "  " in line]
+        assert len(table) == 3 and all(len(line) <= columns for line in table), table
+        assert ("final_loss" in table[0]) is has_loss, table
+
+
+def test_text_that_is_split_is_not_said_to_be_cut(folder: Path) -> None:
+    write_lines(folder / "long.jsonl", [{"text": "the cat sat on the mat " * 20}] * 3)
+    typed = ["model.path=base", f"data.cache_folder={folder}", "training.max_length=64", "data.deduplicate=false"]
+    code, printed = run_forked(folder, "preview", *typed, "data=long.jsonl", "rows=0")
+    assert code == 0 and "3 rows split (longer than training.max_length; all of it is used)" in printed, printed
+    assert " cut" not in printed, printed
+
+
+def test_loss_on_all_is_proposed_only_where_rows_have_more_tokens(folder: Path) -> None:
+    """Rows are cut to two tokens, of which the second is the only target."""
+    write_lines(folder / "letters.jsonl", [{"text": f"{number}"} for number in range(8)])
+    typed = ["train", "model.path=base", "data=letters.jsonl", f"data.cache_folder={folder}", "training.max_steps=1"]
+    code, printed = run_forked(folder, *typed, "training.max_length=2", "run.name=letters")
+    assert code == 2, printed
+    assert "attention has nothing to learn. Set training.max_length higher, or give rows with" in printed, printed
+
+
+def leave_little_room() -> None:
+    """In a process of its own: every disk has room for 30,000 bytes."""
+    used = shutil.disk_usage("/")._replace(free=30_000)
+    setattr(shutil, "disk_usage", lambda path: used)  # noqa: B010  # mypy would have the assignment typed
+
+
+def test_little_room_is_told_in_figures_that_differ_from_zero(folder: Path) -> None:
+    typed = ["model.path=base", "data=größe/zeilen.jsonl", f"data.cache_folder={folder}", "training.max_steps=1"]
+    code, printed = run_forked(folder, "train", *typed, "run.name=full", preexec=leave_little_room)
+    assert code == 2, printed
+    room, needed = re.search(
+        r"outputs/full has room for (\S+) MiB, and the adapter takes (\S+)\. Free", printed
+    ).groups()
+    assert 0 < float(room) < float(needed) < 1

@@ -6,6 +6,7 @@ rows for another task, rewards that fail, adapters in place of models, and files
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,15 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "run.name="], ["run.name= has no value."]),
     (["train", "--config", "folder"], ["folder can't be read: Is a directory. Name a YAML file"]),
     (["train", "--config", "a.yaml", "--config", "b.yaml"], ["--config is given 2 times."]),
+    (["evalute", "adapter=a"], ["Did you mean qlora-fsdp evaluate?"]),
+    (["--train", "model=tiny"], ["--train is no command. Did you mean qlora-fsdp train?"]),
+    (["resume", "outputs/run"], ["Type the command of the run again: it goes on from its last checkpoint."]),
+    ([*TRAIN, "--resume"], ["--resume is no option", "Write checkpoint.resume=VALUE."]),
+    (["train", "-c", "run.yaml"], ["-c run.yaml is no option here. Write --config FILE.yaml."]),
+    (["train", "run.yaml"], ["run.yaml is not of the form key=value. Did you mean --config run.yaml?"]),
+    (["train", "--config", "one.yaml"], ["training.max_steps=one must be a whole number or null."]),
+    (["train", "--config", "eight.yaml"], ["lora=8 is no option of lora: it has attention, default."]),
+    (["generate", "adapter=a", "prompt=a", "prompt=b"], ["prompt=b sets prompt for the second time."]),
     # Values
     ([*TRAIN, "training.learning_rate=0,0002"], ["for a number with a fraction write training.learning_rate=0.0002"]),
     ([*TRAIN, "training.learning_rate=2e-4f"], ["must be a number. Set training.learning_rate=0.0002."]),
@@ -48,6 +58,38 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "launch.num_processes=0"], ["launch.num_processes=0 must be", "at least 1"]),
     ([*TRAIN, "data.format=alpacca"], ["data.format=alpacca must be one of auto, messages"]),
     ([*TRAIN, "quant.load_in_4bit=maybe"], ["quant.load_in_4bit=maybe must be true or false."]),
+    ([*TRAIN, "lora.target_modules=5"], ["lora.target_modules=5 is neither a list of names nor a regular expression."]),
+    ([*TRAIN, "training.packing=maybe"], ["training.packing=maybe must be true, false or auto."]),
+    ([*TRAIN, "data.columns=prompt"], ["data.columns=prompt must be a mapping", "data.columns='{prompt: question,"]),
+    ([*TRAIN, "optim.betas=[0.9,1.5]"], ["optim.betas=[0.9,1.5] must be two numbers from 0 to below 1."]),
+    ([*TRAIN, "training.num_epochs=0"], ["training.num_epochs=0.0 must be finite and greater than 0."]),
+    ([*TRAIN, "lora.lora_alpha=-16"], ["lora.lora_alpha=-16.0 must be finite and greater than 0."]),
+    ([*TRAIN, "checkpoint.every_steps=0"], ["checkpoint.every_steps=0 must be finite and at least 1."]),
+    ([*TRAIN, "training.learning_rate=1e-4,2e-4"], ["gives several values to one run. For a sweep add -m."]),
+    ([*TRAIN, "optim.warmup_steps=100"], ["leaves no step after the warmup: training.max_steps=1."]),
+    ([*TRAIN, "training.early_stopping_patience=3"], ["has no effect without training.eval_every_steps."]),
+    ([*TRAIN, "tracking.report_to=wandb"], ["must be a list such as [a,b]. Set tracking.report_to=[wandb]."]),
+    ([*TRAIN, "run.name=../elsewhere"], ["run.name=../elsewhere is no name of a folder in outputs/.", "run.folder"]),
+    ([*TRAIN, "run.name=' '"], ["run.name=  is no name of a folder in outputs/."]),
+    (["train", "model=tiny", "data=rows.jsonl,more.jsonl"], ["for a list write data.path=[rows.jsonl,more.jsonl]"]),
+    ([*TRAIN, "optim=lion"], ["optim=lion is no option of optim", "Did you mean optim=lion_8bit?"]),
+    ([*TRAIN, "optim.loraplus_lr_ratio=-1"], ["optim.loraplus_lr_ratio=-1.0 must be finite and greater than 0."]),
+    ([*TRAIN, "task.label_smoothing_factor=1"], ["must be finite and at least 0 and less than 1."]),
+    (
+        [*TRAIN, "optim.lr_scheduler_kwargs={min_lr_rate: 0.5}"],
+        ["names min_lr_rate, and optim.lr_scheduler_type=cosine has no such argument: it has none."],
+    ),
+    (
+        [*TRAIN, "optim.lr_scheduler_type=warmup_stable_decay", "optim.lr_scheduler_kwargs={decay_ratio: 2}"],
+        ["has decay_ratio=2, which must be from 0 to 1. 0.2 is the default of decay_ratio."],
+    ),
+    (
+        [*TRAIN, "quant=int8", "quant.bnb_4bit_quant_type=fp4"],
+        ["quant.bnb_4bit_quant_type=fp4 has no effect with quant.load_in_4bit=false."],
+    ),
+    (["preflight", "model=tiny", "hardware=1.5xh100"], ["hardware=1.5xh100 is no GPU", "Did you mean 1xh100?"]),
+    (["status", "folder"], ["No run is in "]),
+    (["convert", "one.yaml"], ["has settings of no project that is known here. Say whose it is: of=axolotl"]),
     # Tasks by the names of their methods
     ([*TRAIN, "task=sft"], ["task=sft is no option", "Did you mean task=causal_lm?"]),
     ([*TRAIN, "task=dpo"], ["Did you mean task=preference preference.loss=dpo?"]),
@@ -56,6 +98,10 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "task=ner"], ["Did you mean task=token_classification?"]),
     ([*TRAIN, "task=preference", "preference.loss=dppo"], ["must be one of dpo, ipo", "Set preference.loss=dpo."]),
     ([*TRAIN, "grpo.beta=0.1"], ["grpo.beta=0.1 has no effect with task.name=causal_lm. Set task=grpo too"]),
+    # The default, which changes nothing: the rows would be trained on as they are.
+    ([*TRAIN, "preference.loss=dpo"], ["preference.loss=dpo has no effect with task.name=causal_lm. Set task=pref"]),
+    ([*TRAIN, "task.labels=[a,b]"], ["task.labels=[a,b] has no effect with task.name=causal_lm."]),
+    ([*TRAIN, "task=preference", "reward.functions=[exact_match]"], ["has no effect with task.name=preference."]),
     (CLASSIFY, ["task.labels=null names too few labels. Set task.labels="]),
     ([*CLASSIFY, "task.labels=[a,a]"], ["task.labels=[a,a] names a label twice."]),
     # Rewards
@@ -77,6 +123,8 @@ TYPED: list[tuple[list[str], list[str]]] = [
 def walkers_folder(own_process: None) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     Path("rewards.py").write_text("def good(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
+    Path("one.yaml").write_text("model: tiny\ndata: rows.jsonl\ntraining: {max_steps: one}\n")
+    Path("eight.yaml").write_text("model: tiny\ndata: rows.jsonl\nlora: 8\n")
     Path("folder").mkdir()
 
 
@@ -105,6 +153,12 @@ def column(completions, solution, **kwargs):
 
 def same(completions, **kwargs):
     return [1.0 for _ in completions]
+
+def few(completions, **kwargs):
+    return [1.0]
+
+def words(completions, **kwargs):
+    return ["good" for _ in completions]
 """
 RUN = ["train", "model=base", "training.max_length=64", "training.max_steps=1", "training.global_batch_size=2"]
 RUN += ["data.cache_folder=cache", "run.overwrite=true"]
@@ -129,7 +183,7 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a reward that is not in its file": (
         [*ANSWERS, "reward.functions=[rewards.py:god]"],
-        ["rewards.py:god can't be loaded: rewards.py has no function god; it has fails, leaves, column, same."],
+        ["rewards.py:god can't be loaded: rewards.py has no function god; it has fails, leaves, "],
     ),
     "a file of rewards that can't be run": (
         [*ANSWERS, "reward.functions=[broken.py:good]"],
@@ -231,6 +285,45 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
         ["nowhere.yml can't be read: No such file or directory. Name a YAML file of settings."],
     ),
     "a section twice": (["train", "--config", "twice.yaml"], ["line 4: lora stands there twice."]),
+    "resumed with other rows": (
+        [*RUN[:-1], *RESUMED[:-1], "data=labels.jsonl"],
+        ["data.path=labels.jsonl was rows.jsonl when", "checkpoint.resume=none to start anew."],
+    ),
+    "resumed from a checkpoint that is not there": (
+        [*RUN[:-1], "data=rows.jsonl", "checkpoint.resume=latest"],
+        ["checkpoint.resume=latest is no checkpoint: it does not exist. Set checkpoint.resume=auto, the default"],
+    ),
+    "a finished run's name": (
+        [*RUN[:-1], "data=rows.jsonl", "run.name=sft"],
+        ["run.folder=outputs/sft already holds a finished run (2 steps, loss ", "Set another run.name="],
+    ),
+    "a rate of experts that are not there": (
+        [*RUN, "data=rows.jsonl", "optim.expert_learning_rate=1e-4"],
+        ["optim.expert_learning_rate=0.0001 is about nothing: none of these are trained."],
+    ),
+    "a config.json that is empty": (
+        [*RUN, "model=empty", "data=rows.jsonl"],
+        ["model.path=empty: its config can't be"],
+    ),
+    "a tokenizer that is cut": ([*RUN, "model=cut", "data=rows.jsonl"], ["No tokenizer could be loaded from cut: "]),
+    "weights that are cut": ([*RUN, "model=torn", "data=rows.jsonl"], ["cut short inside its header (100 bytes)"]),
+    "a file for a model": ([*RUN, "model=rows.jsonl", "data=rows.jsonl"], ["model.path=rows.jsonl is a file."]),
+    "a run for its adapter": (["generate", "adapter=outputs/sft", "prompt=a"], ["Set adapter=outputs/sft/adapter."]),
+    "a temperature below zero": (["generate", SFT, "prompt=a", "temperature=-1"], ["must be from 0 to 100."]),
+    "answers longer than the model": (
+        ["generate", SFT, "prompt=a", "max_new_tokens=100000"],
+        ["are more than the 256 positions that the model knows. Set max_new_tokens lower."],
+    ),
+    "a merge into its adapter": (["merge", SFT, f"out={SFT[8:]}"], [f"out={SFT[8:]} is not empty."]),
+    "a report where nothing can be written": (
+        ["report", "outputs/sft", "--output", "/proc/report.html"],
+        ["/proc/report.html can't be written: No such file or directory. Name another with --output."],
+    ),
+    "too few rewards": (
+        [*ANSWERS, "reward.functions=[rewards.py:few]"],
+        ["rewards.py:few returned 1 rewards for 4 answers. Correct it there."],
+    ),
+    "a reward in words": ([*ANSWERS, "reward.functions=[rewards.py:words]"], ["returned 'good', which is no number,"]),
 }
 
 
@@ -249,6 +342,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "broken.py").write_text("def good(completions, **kwargs:\n    return 1\n")
     (folder / "twice.yaml").write_text("model: base\nlora:\n  r: 8\nlora:\n  r: 16\n")
+    for name in ("empty", "cut", "torn"):
+        shutil.copytree(folder / "base", folder / name)
+    (folder / "empty" / "config.json").write_text("")
+    (folder / "cut" / "tokenizer.json").write_text("{")
+    weights = min((folder / "torn").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
     labels = ["task=sequence_classification", "task.labels=[even,odd]", "data=labels.jsonl"]
     saved = ["training.max_steps=2", "checkpoint.every_steps=1", "data=rows.jsonl"]
     for name, more in (("sft", saved), ("labels", labels)):
@@ -270,6 +369,14 @@ def test_what_a_command_finds_is_answered(case: str, place: Path) -> None:
     for part in parts:
         assert part in message, printed
     assert (place / "rows.jsonl").read_bytes() == rows
+
+
+@pytest.mark.distributed
+def test_a_setting_that_is_typed_twice_is_told(place: Path) -> None:
+    code, printed = run_forked(place, *RUN, "data=rows.jsonl", "lora.r=4", "lora.r=8")
+    assert code == 0 and "Note: lora.r=4 has no effect: lora.r=8 is typed behind it" in printed, printed
+    code, printed = run_forked(place, *RUN, "data=rows.jsonl", "lora.r=8", "lora.r=8")
+    assert code == 0 and "has no effect" not in printed, printed
 
 
 @pytest.mark.distributed

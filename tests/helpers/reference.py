@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from peft.optimizers import create_loraplus_optimizer
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     Adafactor,
@@ -34,7 +35,9 @@ from transformers import (
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
+    get_scheduler,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.trainer_pt_utils import LabelSmoother, get_length_grouped_indices
@@ -44,6 +47,7 @@ from qlora_fsdp.config.schema import (
     Config,
     EmbeddingStorage,
     LossType,
+    LrScheduler,
     OptimConfig,
     Optimizer,
     QuantConfig,
@@ -71,6 +75,10 @@ def stock_losses(argv: Sequence[str], device: str = "cpu", dtype: torch.dtype = 
     config = load_config(argv)
     model = load_stock(Path(config.model.path), config.quant, device, dtype)
     model = add_lora(model, config, token_rows=grow(model, config))
+    if config.task.neftune_noise_alpha is not None:
+        embeddings = model.get_base_model().get_input_embeddings()
+        embeddings.neftune_noise_alpha = config.task.neftune_noise_alpha
+        embeddings.register_forward_hook(neftune_post_forward_hook)
     return train_stock(model, global_batches(config), config)
 
 
@@ -377,20 +385,29 @@ def stock_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     return [{"params": [p], "lr": rates.get(p, rate)} for p in model.parameters() if p.requires_grad]
 
 
-def train_stock(
-    model: peft.PeftModel,
-    steps: Sequence[Sequence[Row]],
-    config: Config,
-    before_step: Callable[[int], None] = lambda step: None,
-) -> list[float]:
-    """Losses of plain steps of the optimizer at a constant rate; each step's is the mean over all its target tokens."""
+def stock_schedule(optimizer: torch.optim.Optimizer, wanted: OptimConfig, num_steps: int) -> LRScheduler:
+    """transformers' schedule of this name, without a warmup."""
+    arguments = dict(wanted.lr_scheduler_kwargs)
+    if wanted.lr_scheduler_type is LrScheduler.warmup_stable_decay:
+        arguments["num_decay_steps"] = round(arguments.pop("decay_ratio") * num_steps)
+    name = wanted.lr_scheduler_type.value
+    return get_scheduler(name, optimizer, 0, num_steps, scheduler_specific_kwargs=arguments)
+
+
+def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: Config) -> list[float]:
+    """Losses of plain steps of optimizer and schedule; each step's is the mean over all its target tokens.
+
+    Random numbers of a step, NEFTune's, are drawn from our seed.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = stock_optimizer(stock_groups(model, config), config.optim, config.training.learning_rate)
+    schedule = stock_schedule(optimizer, config.optim, len(steps))
     device = params[0].device
     losses = []
     model.train()
     for step, rows in enumerate(steps):
-        before_step(step)
+        seed = np.random.SeedSequence([config.training.seed, step, 0]).generate_state(1, np.uint64)[0]
+        torch.manual_seed(int(seed))
         total = sum(sum(mask[1:]) for _, mask in rows)
         loss_sum = 0.0
         for tokens, mask in rows:
@@ -402,6 +419,7 @@ def train_stock(
             loss_sum += loss.item()
         torch.nn.utils.clip_grad_norm_(params, config.optim.max_grad_norm)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(loss_sum)
     return losses

@@ -326,7 +326,7 @@ def test_parts_of_text_are_text(template: str):
         ({"messages": [CHAT[1], {**CHAT[2], "content": " "}]}, "empty: message 2, an answer to train on, is empty"),
         (
             {"messages": [{**CHAT[1], "role": "human"}, {**CHAT[2], "role": "bot"}]},
-            "no target token: no message of the assistant (roles: human, bot)",
+            "no target token: no message of the assistant (roles: human, bot; write assistant for the role of who",
         ),
         ({"conversations": "a"}, "wrong types: conversations is not a list of turns"),
         ({"conversations": [{"from": "human"}]}, "wrong keys: message 1 has no content"),

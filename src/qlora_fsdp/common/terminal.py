@@ -10,6 +10,7 @@ from typing import TextIO
 
 COLORS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 CLEAR_LINE = "\r\033[K"
+_ITEM = "  - "  # how an item of a list begins
 
 
 def say(text: str) -> None:
@@ -21,15 +22,23 @@ def say(text: str) -> None:
 def wrap_words(text: str, stream: TextIO) -> str:
     """Returns text whose sentences are broken between words where a terminal would break them within one.
 
-    Lines that are indented or have columns stay as they are: commands are copied, and tables are read downwards.
+    Lines that are indented or have columns stay as they are: commands are copied, and tables are read downwards. Items
+    of a list are sentences.
     """
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
     lines = []
     for line in text.split("\n"):
-        is_prose = len(line) > width and not line.startswith(" ") and "  " not in line
-        lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) if is_prose else [line]
+        start = _ITEM if line.startswith(_ITEM) else ""
+        words = line.removeprefix(start)
+        if len(line) <= width or words.startswith(" ") or "  " in words:
+            lines.append(line)
+            continue
+        behind = " " * len(start)
+        lines += textwrap.wrap(
+            words, width, initial_indent=start, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False
+        )
     return "\n".join(lines)
 
 

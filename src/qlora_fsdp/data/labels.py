@@ -393,6 +393,19 @@ def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int
     return dict(zip(names, counts.tolist(), strict=True))
 
 
+def doubt_labels(counts: Mapping[str, int]) -> tuple[str, ...]:
+    """What is likely to be a mistake about labels that occur so often, for the user."""
+    missing = [name for name, number in counts.items() if not number]
+    found = [name for name, number in counts.items() if number]
+    if len(found) == 1 and missing:
+        return (f"every row has the label {found[0]}: there is nothing to tell apart. Add rows with other labels.",)
+    if missing:
+        return (
+            f"no row has the label {shorten(' or '.join(missing))}. Add such rows, or leave it out of task.labels.",
+        )
+    return ()
+
+
 def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
     """The names of labels, for people to read. `labels` is [num_labels, width], as `read_labels` gives them."""
     names = task.labels or []

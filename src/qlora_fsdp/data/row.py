@@ -35,7 +35,7 @@ TURNS_AS_TEXT = re.compile(
 # The roles of ShareGPT's turns, {"from": ..., "value": ...}, by the names that data sets give them.
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "function_call"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "bard", "function_call"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }

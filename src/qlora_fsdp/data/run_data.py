@@ -24,7 +24,7 @@ from qlora_fsdp.data.answers import check_judged, wrap_answers
 from qlora_fsdp.data.cleaning.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.cleaning.row_hashes import hash_rows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
-from qlora_fsdp.data.labels import count_labels
+from qlora_fsdp.data.labels import count_labels, doubt_labels
 from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, raw_rows_of, repeat_rows
 from qlora_fsdp.data.notes import note_mistakes
 from qlora_fsdp.data.read import Paths, training_paths
@@ -89,7 +89,7 @@ def prepare_data(
         _tokenize_sources(_sources(spec), tokenizer, processes)
     prepared = _open_first(lambda: _open(spec, tokenizer, vocab_size, for_training), processes)
     check_same_counts(prepared.report, processes)
-    return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
+    return replace(prepared, report=replace(prepared.report, notes=(*notes, *prepared.report.notes)))
 
 
 def prepare_held_out(
@@ -196,7 +196,9 @@ def _open(
     train = make_sequences(train_rows, np.concatenate(train_ids), settings)
     report = count_data(sources, train, evaluation)
     labels = count_labels(train.labels_of(np.arange(len(train))), spec.task.settings) if train.has_labels else {}
-    return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix, cleanings=cleanings))
+    notes = (*report.notes, *doubt_labels(labels))
+    report = replace(report, label_counts=labels, mix=mix, cleanings=cleanings, notes=notes)
+    return PreparedData(train, evaluation, report)
 
 
 def _load_rows(

@@ -139,7 +139,7 @@ def load_source(
         ) from error
     check_token_ids(report.max_token_id, vocab_size, source.path)
     if spec.task.name is TaskName.causal_lm:
-        reason = explain_unlearnable(rows.is_target, rows.starts, rows.num_targets, source.path)
+        reason = explain_unlearnable(rows.is_target, rows.starts, rows.lengths, rows.num_targets, source.path)
         if reason:
             raise DataError(reason)
     wrapped = wrap_answers(rows, rows.labels, spec)

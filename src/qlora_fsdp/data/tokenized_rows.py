@@ -99,7 +99,13 @@ def check_token_ids(largest: int, vocab_size: int, path: str) -> None:
         )
 
 
-def explain_unlearnable(is_target: Mask, starts: NDArray[np.int64], num_targets: NDArray[np.int32], path: str) -> str:
+def explain_unlearnable(
+    is_target: Mask,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    num_targets: NDArray[np.int32],
+    path: str,
+) -> str:
     """Explain why attention can learn nothing from rows of the source `path`; empty if it can, or without rows.
 
     A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
@@ -107,7 +113,7 @@ def explain_unlearnable(is_target: Mask, starts: NDArray[np.int64], num_targets:
     """
     if not len(num_targets) or num_targets.max() > 1 or not all(is_target[start + 1] for start in starts[:-1]):
         return ""
-    have_more_tokens = int(np.diff(starts).max()) > 2  # which data.loss_on=all would train on
+    have_more_tokens = int(lengths.max()) > 2  # which data.loss_on=all would train on
     others = "data.loss_on=all, " if have_more_tokens else ""
     return (
         f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"

@@ -56,6 +56,10 @@ def _check_cache_folder(data: DataConfig) -> Iterator[Problem]:
 
 def check_run_folder(run: RunConfig) -> Iterator[Problem]:
     """Yields why the run folder can't be made or written, or why a run must not replace what is in it."""
+    if not run.name.strip() or ".." in Path(run.name).parts:
+        fix = "Set it to a word, and run.folder to the folder if that is to be elsewhere."
+        yield problem_about("run.name", run.name, "is no name of a folder in outputs/.", fix)
+        return
     if not run.folder:
         yield problem_about("run.folder", run.folder, "is empty.", "Set run.folder=FOLDER.")
         return

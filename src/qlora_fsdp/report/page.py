@@ -96,7 +96,9 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     try:
         write_atomically(file, page)
     except OSError as error:
-        raise RunFolderError(f"{file} can't be written: {error}. Name another with --output.") from error
+        raise RunFolderError(
+            f"{file} can't be written: {error.strerror or error}. Name another with --output."
+        ) from error
     return file
 
 

@@ -112,6 +112,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
         )
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None, str | None))
         note_missing_key(config.tracking)
+        for first, last in config.replaced:
+            log.info(f"Note: {first} has no effect: {last} is typed behind it")
         if rounded is not None:
             log.info(f"Note: {rounded}")
         if checkpoint is not None:

@@ -6,7 +6,7 @@ settings name, but not at the device and not at the number of processes: these h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,22 @@ def check_facets(values: dict[str, Any]) -> Iterator[Problem]:
         unmet = [when for when in setting.facets.used if not when.holds(values[when.key])]
         if unmet and value != setting.default:
             yield _without_effect(key, value, unmet[0], values[unmet[0].key])
+
+
+def check_typed(keys: Iterable[str], config: Config) -> Iterator[Problem]:
+    """Refuses settings that are typed and have no effect, where `check_facets` can't tell: their values are defaults.
+
+    Args:
+        keys: the settings that are typed.
+        config: the configuration.
+    """
+    for key in keys:
+        setting = all_settings().get(key)
+        if setting is None or value_of(config, key) != setting.default:
+            continue
+        unmet = [when for when in setting.facets.used if not when.holds(value_of(config, when.key))]
+        if unmet:
+            yield _without_effect(key, setting.default, unmet[0], value_of(config, unmet[0].key))
 
 
 def _is_listed(setting: Setting, value: Any) -> bool:

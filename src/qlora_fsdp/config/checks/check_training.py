@@ -90,8 +90,11 @@ def _check_schedule(optim: OptimConfig) -> Iterator[Problem]:
         if name.endswith(("_rate", "_ratio")):
             limit = 1.0
         if not 0 <= value <= limit or (name == "num_cycles" and value != max(1, int(value))):
-            reason = f"has {name}={value:g}, which is no such number."
-            yield problem_with(optim, key, reason, f"Set {name} to {known[name]:g}, the default, or the like.")
+            allowed = "at least 0" if math.isinf(limit) else "from 0 to 1"
+            if name == "num_cycles":
+                allowed = "a whole number of at least 1"
+            reason = f"has {name}={value:g}, which must be {allowed}."
+            yield problem_with(optim, key, reason, f"{known[name]:g} is the default of {name}.")
 
 
 def check_steps(training: TrainingConfig, data: DataConfig, task: TaskConfig) -> Iterator[Problem]:

@@ -154,7 +154,7 @@ FLAGS = ("-h", "--help", "-m", "--multirun")
 WITH_VALUE = ("--cfg", "--config", "--config-dir")
 # Options of Hydra's own commands, and what takes their place.
 OF_HYDRA = {
-    **dict.fromkeys(("cn", "config_name"), "--config FILE.yaml"),
+    **dict.fromkeys(("c", "cn", "config_name"), "--config FILE.yaml"),
     **dict.fromkeys(("cp", "config_path"), "--config-dir FOLDER"),
 }
 

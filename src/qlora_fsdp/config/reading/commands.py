@@ -253,6 +253,8 @@ def _take_own(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str
     for text in argv:
         key, equals, value = text.partition("=")
         if key in names and equals:
+            if key in values:
+                problems.append(Problem(text, f"sets {key} for the second time.", "Leave one of them out."))
             try:
                 values[key] = _convert(value, hints[key])
             except ValueError as error:

@@ -35,7 +35,7 @@ from qlora_fsdp.config.adapter.lora_start import (
     start_problems,
     typed_folder,
 )
-from qlora_fsdp.config.checks.check_settings import check_settings
+from qlora_fsdp.config.checks.check_settings import check_settings, check_typed
 from qlora_fsdp.config.reading.command_line import Arguments, help_text, parse_arguments
 from qlora_fsdp.config.reading.config_file import FileSettings, leave_out, read_config_file
 from qlora_fsdp.config.reading.overrides import Overrides, chosen_groups, quote, read_overrides
@@ -86,6 +86,7 @@ def load_config(
 
     config, unusable, mistakes = read_arguments(arguments, find_start, beneath)
     unusable += _without_effect(arguments, launches)
+    mistakes += check_typed(chosen_groups(arguments.overrides), config)
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -156,6 +157,7 @@ def read_arguments(
     typed = read_overrides([*given.options, *arguments.overrides], arguments.folders)
     compose_all = partial(_compose, typed, arguments.folders, given.values)
     config, mistakes = read_config(compose_all({}))
+    config.replaced = typed.replaced
     if config.lora.start is None:
         return config, typed.problems, mistakes
     folder = find_start(config)
@@ -164,6 +166,7 @@ def read_arguments(
         return config, typed.problems, [*mistakes, *problems]
     start = read_start(folder)
     config, mistakes = read_config(compose_all(start.defaults(config.model)))
+    config.replaced = typed.replaced
     mistaken = {problem.setting for problem in mistakes}
     contradictions = find_contradictions(config.lora, config.model, config.task, start)
     problems = [problem for problem in contradictions if problem.setting not in mistaken]

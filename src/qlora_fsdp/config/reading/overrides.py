@@ -68,21 +68,26 @@ class Overrides:
         options: for Hydra: options of groups, and its own settings.
         values: the values of settings, by section and name.
         problems: one for each override that can't be used.
+        replaced: values that are typed again further on, each with the one that counts.
     """
 
     options: list[str] = field(default_factory=list)
     values: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
     problems: list[Problem] = field(default_factory=list)
+    replaced: list[tuple[str, str]] = field(default_factory=list)
 
 
 def read_overrides(texts: Sequence[str], folders: Sequence[Path]) -> Overrides:
     """Reads the overrides of one run. That a setting is unknown, or has a wrong type, is found when it is composed.
+
+    Where a setting is typed twice, the last value counts, and of mappings all that they name.
 
     Args:
         texts: overrides as typed, e.g. `quant=int8`, `+lora.r=8`, `data.path=/a (1).jsonl`.
         folders: folders with groups of options; the first is the project's own.
     """
     found = Overrides()
+    last = {split_override(text)[0]: text for text in _write_out(texts, folders)}
     for text in _write_out(texts, folders):
         problem = _find_problem(text, folders)
         if problem is not None:
@@ -92,6 +97,8 @@ def read_overrides(texts: Sequence[str], folders: Sequence[Path]) -> Overrides:
         if _is_for_hydra(key, folders):
             found.options.append(_with_plus(text, folders))
             continue
+        if text != last[key] and not value.startswith("{"):
+            found.replaced.append((text, last[key]))
         try:
             OmegaConf.update(found.values, key, read_value(key, value), merge=True, force_add=True)
         except OmegaConfBaseException as error:

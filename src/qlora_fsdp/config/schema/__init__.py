@@ -190,8 +190,12 @@ class Config:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def __post_init__(self) -> None:
-        """Add `written`: by key, the text of settings that contained a `${...}` (see `recorded.py`)."""
+        """Add `written`: by key, the text of settings that contained a `${...}` (see `recorded.py`).
+
+        And `replaced`: what was typed and then typed again, each with what counts.
+        """
         self.written: dict[str, Any] = {}
+        self.replaced: list[tuple[str, str]] = []
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """A copy with other values, by their keys. It still knows what was written for the others."""
@@ -201,6 +205,7 @@ class Config:
             group = replace(getattr(changed, section), **{name: value})
             changed = replace(changed, **{section: group})
         changed.written = self.written
+        changed.replaced = self.replaced
         return changed
 
     @property

@@ -153,6 +153,9 @@ class Dtype(Enum):
     float32 = "float32"
 
 
+_IN_4_BITS = when("quant.load_in_4bit", True)
+
+
 @dataclass
 class QuantConfig:
     # Quantize linear layers to 4 bits (QLoRA, arXiv:2305.14314).
@@ -172,9 +175,9 @@ class QuantConfig:
         bounds=at_least(32),
     )
     # Code book of the 4-bit codes.
-    bnb_4bit_quant_type: QuantType4bit = setting(QuantType4bit.nf4, Run.other, ALWAYS, files=Files.adapters)
+    bnb_4bit_quant_type: QuantType4bit = setting(QuantType4bit.nf4, Run.other, _IN_4_BITS, files=Files.adapters)
     # Quantize the scales too, which saves 0.37 bits per weight.
-    bnb_4bit_use_double_quant: bool = setting(True, Run.other, ALWAYS, files=Files.adapters)
+    bnb_4bit_use_double_quant: bool = setting(True, Run.other, _IN_4_BITS, files=Files.adapters)
     # dtype of the matrix products. `auto` follows training.precision. If training.precision is auto, another value here
     # sets both. float16 is refused.
     bnb_4bit_compute_dtype: Dtype = setting(Dtype.auto, Run.other, ALWAYS, files=Files.adapters)

@@ -176,7 +176,8 @@ def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
     """Refuses a conversation that has nothing to train on, or an empty answer to train on."""
     roles = dict.fromkeys(message["role"] for message in messages)
     if "assistant" not in roles:
-        raise BadRow(NO_TARGET, f"no message of the assistant (roles: {shorten(', '.join(roles))})")
+        fix = "" if {"user", "system"} >= roles.keys() else "; write assistant for the role of who answers"
+        raise BadRow(NO_TARGET, f"no message of the assistant (roles: {shorten(', '.join(roles))}{fix})")
     if not any(trained):
         raise BadRow(NO_TARGET, "no message of the assistant is to be trained on")
     for number, (message, is_target) in enumerate(zip(messages, trained, strict=True), start=1):

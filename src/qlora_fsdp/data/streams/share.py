@@ -98,7 +98,7 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
     largest = max((int(tokens.max()) for _, tokens, _ in found), default=-1)
     numbers = np.array([number for number, _, _ in found], dtype=np.int64)
     is_target = np.concatenate([np.zeros(0, bool), *(mask for _, _, mask in found)])
-    reason = explain_unlearnable(is_target, np.cumsum([0, *lengths]), num_targets, path)
+    reason = explain_unlearnable(is_target, np.cumsum([0, *lengths]), lengths, num_targets, path)
     table = ShareTable(
         numbers, lengths, num_targets, tuple(problems), largest, reason, _find_told(numbers, flags, places)
     )

@@ -50,7 +50,8 @@ def find_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Checkpoint | 
             fix = f"Set checkpoint.resume={folder.parent}, which it is a part of."
         elif resume.lower() in NEWEST:
             fix = "Set checkpoint.resume=auto, the default, to go on from the newest in run.folder."
-        raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
+        reason = f"has no {MANIFEST}" if folder.exists() else "does not exist"
+        raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it {reason}. {fix}")
     return read_manifest(folder)
 
 
