@@ -138,13 +138,15 @@ def check_facets(values: dict[str, Any]) -> Iterator[Problem]:
 def check_typed(keys: Iterable[str], config: Config) -> Iterator[Problem]:
     """Refuses settings that are typed and have no effect, where `check_facets` can't tell: their values are defaults.
 
+    Null, false and the like wish for nothing: they are typed over what a file says.
+
     Args:
         keys: the settings that are typed.
         config: the configuration.
     """
     for key in keys:
         setting = all_settings().get(key)
-        if setting is None or value_of(config, key) != setting.default:
+        if setting is None or not setting.default or value_of(config, key) != setting.default:
             continue
         unmet = [when for when in setting.facets.used if not when.holds(value_of(config, when.key))]
         if unmet:
