@@ -285,3 +285,16 @@ def test_mistakes_are_told(
     printed = capsys.readouterr().err
     for text in said:
         assert text in printed
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_half_a_character_is_written_as_json_escapes_it(tmp_path: Path, suffix: str):
+    file = predict.PredictionFile(tmp_path / f"out.{suffix}", {"data.path": "rows.jsonl"})
+    assert file.open() == 0
+    file.add([{"text": "whole"}])
+    with file.part.open("a", encoding="utf-8") as stream:
+        stream.write('{"text": "\\ud800 half"}\n')
+    file.finish([{"id": 1}, {"id": 2}])
+    assert "\\ud800 half" in file.out.read_text(encoding="utf-8")
+    if suffix == "jsonl":
+        assert read_lines(file.out)[1] == {"id": 2, "text": "\ud800 half"}

@@ -23,7 +23,7 @@ from transformers.core_model_loading import Interleave, WeightConverter
 
 from qlora_fsdp import evaluate, train
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, DeviceError, RankError, TrainingError
-from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
+from qlora_fsdp.config.schema import CompressedFormat, LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.config.world import World
 from qlora_fsdp.inference.merge_files import merge_files
 from qlora_fsdp.inference.merge_weights import Merge
@@ -273,6 +273,11 @@ def test_blocks_that_cross_rows(tmp_path: Path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"(?s)can't quantize 6 layers.*cross rows.*quant=int8"):
         build(tmp_path, QuantConfig())
+    for size, smaller in ((128, "32 or 64"), (64, "32")):
+        quant = QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4, group_size=size)
+        fix = rf"quant\.group_size={size} can't quantize [67] layers.*a smaller quant\.group_size, {smaller}\. Or: "
+        with pytest.raises(ConfigError, match=rf"(?s){fix}Set quant=fp8"):
+            build(tmp_path, quant)
 
 
 def test_a_quantized_base_can_not_be_merged_in_full(tmp_path: Path):

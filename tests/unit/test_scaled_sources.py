@@ -54,6 +54,15 @@ def test_fp8_with_one_scale(tmp_path: Path, scale_shape: tuple[int, ...]):
     assert found.equal(values.float() * 0.3)
 
 
+def test_fp8_in_blocks_that_no_integer_counts(tmp_path: Path):
+    """A block larger than the tensor is as large as the tensor, whatever a file says."""
+    values, scales = torch.randn(6, 10).to(torch.float8_e4m3fn), torch.full((1, 1), 0.3)
+    found = read(
+        tmp_path, {"w": values, "w_scale_inv": scales}, {**FP8, "weight_block_size": [2**70] * 2}, "w", torch.float32
+    )
+    assert found.equal(values.float() * 0.3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_mxfp4(tmp_path: Path, dtype: torch.dtype):
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8)

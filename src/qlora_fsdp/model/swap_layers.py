@@ -163,8 +163,9 @@ def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
         fix = "Set quant=int8, or add them to quant.llm_int8_skip_modules."
         return ConfigError([Problem(f"quant.bnb_4bit_quant_type={format.quant_type}", reason, fix)])
     fix = "Set quant=fp8, which rows of any length can have, or add them to quant.llm_int8_skip_modules."
-    if format.blocksize > min(GROUP_SIZES):
-        fix = f"Set a smaller quant.group_size, {' or '.join(map(str, GROUP_SIZES))}. Or: {fix}"
+    smaller = [str(size) for size in GROUP_SIZES if size < format.blocksize]
+    if smaller:
+        fix = f"Set a smaller quant.group_size, {' or '.join(smaller)}. Or: {fix}"
     return ConfigError([Problem(f"quant.group_size={format.blocksize}", reason, fix)])
 
 

@@ -315,6 +315,7 @@ class PredictionFile:
             text = _as_csv(made)
         else:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # half a character, as JSON escapes it
         try:
             write_atomically(self.out, text)
             remove(self.part)

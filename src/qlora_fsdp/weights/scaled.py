@@ -121,7 +121,7 @@ def _fp8(stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, 
     block = []
     for size, number, wanted in zip(stored.shape[-2:], grid[-2:], declared, strict=True):
         if type(wanted) is int and wanted > 0 and -(-size // wanted) == number:
-            block.append(wanted)
+            block.append(min(wanted, size))
         elif number and size % number == 0:  # the blocks may be smaller in some layers, and one scale may be for all
             block.append(size // number)
         else:
