@@ -28,7 +28,9 @@ class Rewarded:
 
 
 def evaluate(rewarded: Rewarded, divergence: float | None = None) -> tuple[float, dict[str, float]]:
-    teaching = None if divergence is None else SimpleNamespace(evaluate=lambda answered: {"loss": divergence})
+    teaching = None
+    if divergence is not None:
+        teaching = SimpleNamespace(evaluate=lambda answered: {"loss": divergence}, given_to_evaluate=lambda asked: None)
     journal = SimpleNamespace(evaluation=lambda *args: None)
     saver = SimpleNamespace(is_signalled=lambda: False)
     parts = cast(Any, (rewarded, journal, saver, teaching))

@@ -214,8 +214,12 @@ def test_resume_names_what_it_could_go_on_from(tmp_path: Path, processes: Proces
     for given in (tmp_path, tmp_path / "checkpoints"):
         with pytest.raises(ResumeError, match=rf"resume={given} is no checkpoint.*step-00000004, the newest"):
             find_checkpoint_of(config(f"checkpoint.resume={given}"))
-    with pytest.raises(ResumeError, match=r"no checkpoint: it has no manifest\.json\. Set checkpoint\.resume=FOLDER"):
+    with pytest.raises(ResumeError, match=r"no checkpoint: it does not exist\. Set checkpoint\.resume=FOLDER"):
         find_checkpoint_of(config("checkpoint.resume=/nowhere"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ResumeError, match=r"no checkpoint: it has no manifest\.json\."):
+        find_checkpoint_of(config(f"checkpoint.resume={empty}"))
     inner = tmp_path / "checkpoints" / "step-00000004" / "adapter"
     with pytest.raises(ResumeError, match=rf"is no checkpoint.* Set checkpoint\.resume={inner.parent}, which"):
         find_checkpoint_of(config(f"checkpoint.resume={inner}"))
