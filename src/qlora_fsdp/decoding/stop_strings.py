@@ -81,5 +81,5 @@ class StopsOfGenerate(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **others: object) -> Tensor:
         """Which rows end with their last token: bool [num_rows]."""
-        completions = input_ids[:, self.prompt_length :].tolist()
-        return torch.tensor(self.stops.have_ended(completions), device=input_ids.device)
+        ends = input_ids[:, self.prompt_length :][:, -self.stops.num_tokens :]  # only they are copied from a GPU
+        return torch.tensor(self.stops.have_ended(ends.tolist()), device=input_ids.device)
