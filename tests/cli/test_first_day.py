@@ -217,9 +217,11 @@ def test_a_home_in_which_nothing_can_be_made_is_told_before_anything_is_started(
 
 
 def test_a_run_stops_where_held_out_rows_get_no_better(typed: list[str], tmp_path: Path) -> None:
-    """A learning rate of 10 makes them worse. Without patience all steps are done."""
+    """Held-out answers of letters that no row has get less likely with every step. Without patience all are done."""
+    held_out = [{"prompt": f"{number}: ", "completion": "XYZJKQWVX" * 5} for number in range(4)]
+    write_lines(tmp_path / "held_out.jsonl", held_out)
     evaluated = ["training.max_steps=12", "training.global_batch_size=1", "training.eval_every_steps=2"]
-    evaluated += ["data.eval_fraction=0.2", "training.learning_rate=10"]
+    evaluated += ["data.eval_path=held_out.jsonl", "training.learning_rate=5e-2"]
     printed, folder = train(tmp_path, *typed, *evaluated, "training.early_stopping_patience=2")
     lines = read_lines(folder / "metrics.jsonl")
     losses = [line["eval_loss"] for line in lines if "eval_loss" in line]

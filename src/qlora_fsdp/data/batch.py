@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from qlora_fsdp.common.sizes import IGNORE_INDEX, round_length, round_up
 from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
-from qlora_fsdp.layers.divergence import TopTeacher
+
+if TYPE_CHECKING:  # the package of layers imports bitsandbytes, which a process that is forked must not have
+    from qlora_fsdp.layers.divergence import TopTeacher
 
 
 @dataclass(frozen=True)
