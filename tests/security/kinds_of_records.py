@@ -35,14 +35,16 @@ from qlora_fsdp.config.schema import (
     TaskConfig,
     TaskName,
 )
+from qlora_fsdp.config.schema.distill import SCORES_HEADER
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.questions import prepare_questions
+from qlora_fsdp.data.questions import Question, prepare_questions
 from qlora_fsdp.data.read_answers import read_answers
 from qlora_fsdp.data.report_rows import ReportRows, read_report_rows, write_report_rows
 from qlora_fsdp.data.row import BadRow, parse_row
 from qlora_fsdp.data.streams.kept_windows import KeptWindows, _digest, _name
 from qlora_fsdp.data.streams.share import Share, ShareTable
 from qlora_fsdp.data.streams.windows import Place
+from qlora_fsdp.data.teacher_scores import RowScores, ScoreWriter, TeacherScores, digest_tokens, join_scores
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.inference.merge_files import _read_record
 from qlora_fsdp.model.adapters.apply import apply_adapters
@@ -218,6 +220,38 @@ def _read_answers(folder: Path) -> None:
                 read_answers(parse_row(line), is_paired, {})
 
 
+QUESTIONS = [
+    Question(tokens=[1], prompt="a", columns={}, place="rows.jsonl:1", teacher_tokens=[1, 2], given=[3, 4, 5]),
+    Question(tokens=[2], prompt="b", columns={}, place="rows.jsonl:2", teacher_tokens=[2, 2], given=[6, 7]),
+]
+
+
+def make_scores(folder: Path) -> None:
+    """Two files of a row each, as `qlora-fsdp score` writes them."""
+    identity = {"tokenizer": digest_tokens(byte_tokenizer()), "temperature": 1.0}
+    writer = ScoreWriter(folder / "scores", identity, QUESTIONS)
+    writer.open()
+    for number, question in enumerate(QUESTIONS):
+        assert question.given is not None
+        ids = np.tile(np.arange(4, dtype=np.int32), (len(question.given), 1))
+        log_probs = np.full((len(question.given), 5), np.log(0.2), dtype=np.float32)
+        writer.add(number, [RowScores(ids, log_probs, log_probs[:, 0].copy())])
+
+
+def _use_scores(folder: Path) -> None:
+    """As a run with distill.teacher_scores does, and as the command that goes on with the folder."""
+    scores = TeacherScores(folder / "scores", byte_tokenizer(), temperature=1.0)
+    scores.check(QUESTIONS)
+    joined = join_scores([scores.of(question) for question in QUESTIONS])
+    assert joined.ids.shape == (5, 4) and joined.log_probs.shape == (5, 5) and joined.given.shape == (5,)
+    assert joined.log_probs.isfinite().all()
+
+
+def _go_on_with_scores(folder: Path) -> None:
+    identity = {"tokenizer": digest_tokens(byte_tokenizer()), "temperature": 1.0}
+    assert 0 <= ScoreWriter(folder / "scores", identity, QUESTIONS).open() <= 2
+
+
 REPORTED = ("summary.json", "metrics.jsonl", "environment.json", "generations.jsonl", "sweep.json", "config.yaml")
 CONVERTED = {"axolotl": "qlora-alpaca.yml", "llama_factory": "lora-sft.yaml", "trl": "sft-qlora.yaml"}
 CONVERTED |= {"accelerate": "fsdp-qlora.yaml"}
@@ -241,6 +275,12 @@ KINDS_OF_RECORDS: dict[str, Kind] = {
     "kept window": Kind(_make_windows, f"{WINDOWS_FOLDER}/*.safetensors", _read_windows, is_text=False),
     "index of an optimizer": Kind(_make_tensors, "index.json", _read_tensors),
     "state of an optimizer": Kind(_make_tensors, rank_file(0), _read_tensors, is_text=False),
+    "scores of a teacher": Kind(make_scores, "scores/00000001.safetensors", _use_scores, is_text=False),
+    "scores.json": Kind(make_scores, f"scores/{SCORES_HEADER}", _use_scores),
+    "scores.json of a command that goes on": Kind(make_scores, f"scores/{SCORES_HEADER}", _go_on_with_scores),
+    "scores that a command goes on with": Kind(
+        make_scores, "scores/00000001.safetensors", _go_on_with_scores, is_text=False
+    ),
     "prompts": Kind(_make_prompts, "rows.jsonl", _read_prompts),
     "answers": Kind(_make_answers, "rows.jsonl", _read_answers),
 }

@@ -7,8 +7,12 @@ import os
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 
 from qlora_fsdp.common.errors import ConfigError, DataError
 from qlora_fsdp.common.foreign_files import check_owner, close_to_others
@@ -16,9 +20,11 @@ from qlora_fsdp.config.schema import Config, DataConfig
 from qlora_fsdp.config.specs import DataSpec
 from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.teacher_scores import TeacherScores
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.weights import quantized_cache
 from tests.helpers.one_process import one_process
+from tests.security.kinds_of_records import QUESTIONS, make_scores
 
 TOKENIZER = byte_tokenizer()
 
@@ -124,3 +130,45 @@ def test_quantized_weights_are_kept_alike(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "model.safetensors").touch(0o600)
     close_to_others(shared, str(tmp_path), [tmp_path / "model.safetensors"])
     assert modes(shared) == {0}
+
+
+FORGED_SCORES: dict[str, dict[str, NDArray[np.generic]]] = {
+    "another row's length": {"lengths": np.array([2, 3], dtype=np.int64)},
+    "lengths whose sum overflows": {"lengths": np.array([2**62, 2**62, 2**62, 2**62 + 5], dtype=np.int64)},
+    "lengths with no row": {"lengths": np.zeros((0, 1), dtype=np.int64)},
+    "a length for all": {"lengths": np.array(5, dtype=np.int64)},
+    "tokens that are no whole numbers": {"ids": np.zeros((5, 4), dtype=np.float16)},
+    "no likeliest token": {"ids": np.zeros((5, 0), dtype=np.int32), "log_probs": np.zeros((5, 1), dtype=np.float32)},
+    "tokens that are none": {"ids": np.full((5, 4), 1_000, dtype=np.int32)},
+    "a probability of 0": {"given": np.full(5, -np.inf, dtype=np.float32)},
+    "no number": {"log_probs": np.full((5, 5), np.nan, dtype=np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", FORGED_SCORES)
+def test_forged_scores_of_a_teacher_are_told(name: str, tmp_path: Path) -> None:
+    """Each of them is a whole file, as no reader of safetensors would refuse."""
+    make_scores(tmp_path)
+    first, second = (tmp_path / "scores" / f"{number:08}.safetensors" for number in range(2))
+    halves = [load_arrays(file) for file in (first, second)]
+    second.unlink()
+    both = {key: np.concatenate([half[key] for half in halves]) for key in halves[0]}
+    save_arrays(both, first)
+    scores = TeacherScores(tmp_path / "scores", TOKENIZER, temperature=1.0)
+    assert len(scores.of(QUESTIONS[1]).given) == 2
+    save_arrays(both | FORGED_SCORES[name], first)
+    with pytest.raises(DataError, match="is damaged"):
+        scores = TeacherScores(tmp_path / "scores", TOKENIZER, temperature=1.0)
+        scores.check(QUESTIONS)
+        for question in QUESTIONS:
+            scores.of(question)
+
+
+def test_scores_with_other_numbers_of_likeliest_tokens_do_not_go_together(tmp_path: Path) -> None:
+    make_scores(tmp_path)
+    file = tmp_path / "scores" / "00000001.safetensors"
+    stored = load_arrays(file)
+    fewer = {"ids": stored["ids"][:, :2].copy(), "log_probs": stored["log_probs"][:, :3].copy()}
+    save_arrays(stored | fewer, file)
+    with pytest.raises(DataError, match=r"has the 2 likeliest tokens, and 00000000\.safetensors has others"):
+        TeacherScores(tmp_path / "scores", TOKENIZER, temperature=1.0)

@@ -38,6 +38,8 @@ MAX_HEADER_BYTES = 2**20
 KEY_BYTES = 16
 SLACK = 1e-3  # by which a logarithm of a probability may be above 0
 _PART = re.compile(r"\d{8}\.safetensors")
+# The tensors of a file, by the dtype that safetensors calls each by.
+_DTYPES = {"ids": "I32", "log_probs": "F32", "given": "F32", "lengths": "I64", "keys": "U8"}
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,12 @@ class ScoreWriter:
 
 @dataclass(frozen=True)
 class _Part:
-    """A file of rows: its path, the tokens of each row, and their keys."""
+    """A file of rows: its path, the tokens of each row, their keys, and how many of the likeliest tokens it has."""
 
     file: Path
     lengths: NDArray[np.int64]
     keys: list[bytes]
+    num_top: int
 
 
 def _read_parts(folder: Path) -> list[_Part]:
@@ -160,23 +163,53 @@ def _read_parts(folder: Path) -> list[_Part]:
                 "those after it, and give the command of qlora-fsdp score again."
             )
         try:
-            with safe_open(file, "np") as stored:
-                lengths, keys = stored.get_tensor("lengths"), stored.get_tensor("keys")
-                num_tokens, num_top = stored.get_slice("ids").get_shape()
-                shapes = [stored.get_slice(name).get_shape() for name in ("log_probs", "given")]
-            is_whole = int(lengths.sum()) == num_tokens and bool((lengths > 0).all())
-            if not is_whole or shapes != [[num_tokens, num_top + 1], [num_tokens]]:
-                raise ValueError("its tensors do not belong together")
-            if keys.dtype != np.uint8 or keys.shape != (len(lengths), KEY_BYTES):
-                raise ValueError("its keys are not those of its rows")
+            part = _read_part(file)
+            if parts and part.num_top != parts[0].num_top:
+                raise ValueError(f"it has the {part.num_top} likeliest tokens, and {parts[0].file.name} has others")
         except (OSError, ValueError, SafetensorError) as error:
             raise RunFolderError(
                 f"{file} is damaged: {error}. Remove it and those after it, and give the command of qlora-fsdp score "
                 "again."
             ) from error
-        parts.append(_Part(file, lengths, [bytes(key) for key in keys]))
-        expected += len(lengths)
+        parts.append(part)
+        expected += len(part.lengths)
     return parts
+
+
+def _read_part(file: Path) -> _Part:
+    """What a file says of its rows.
+
+    Raises:
+        OSError: it can't be read.
+        SafetensorError: it is no file of tensors, or lacks one.
+        ValueError: its tensors are not those of some rows.
+    """
+    with safe_open(file, "np") as stored:
+        slices = {name: stored.get_slice(name) for name in _DTYPES}
+        dtypes = {name: slices[name].get_dtype() for name in _DTYPES}
+        if dtypes != _DTYPES:
+            raise ValueError("its tensors have other types")
+        shapes = {name: slices[name].get_shape() for name in _DTYPES}
+        if not all(shapes.values()):
+            raise ValueError("one of its tensors is a single number")
+        num_tokens = shapes["given"][0]
+        num_rows = shapes["lengths"][0]
+        num_top = shapes["ids"][-1]
+        expected = {
+            "ids": [num_tokens, num_top],
+            "log_probs": [num_tokens, num_top + 1],
+            "given": [num_tokens],
+            "lengths": [num_rows],
+            "keys": [num_rows, KEY_BYTES],
+        }
+        if shapes != expected or num_top == 0:
+            raise ValueError("its tensors do not belong together")
+        lengths = stored.get_tensor("lengths")
+        keys = stored.get_tensor("keys")
+    are_lengths = bool(((lengths > 0) & (lengths <= num_tokens)).all())
+    if not are_lengths or int(lengths.sum()) != num_tokens:
+        raise ValueError("its rows have other lengths than its tokens")
+    return _Part(file, lengths, [bytes(key) for key in keys], num_top)
 
 
 class TeacherScores:
@@ -241,11 +274,18 @@ class TeacherScores:
             DataError: the file is damaged.
         """
         file, begin, end = self.places[row_key(question)]
-        with safe_open(file, "np") as stored:
-            found = RowScores(*(stored.get_slice(name)[begin:end] for name in ("ids", "log_probs", "given")))
+        assert question.given is not None
+        try:
+            with safe_open(file, "np") as stored:
+                found = RowScores(*(stored.get_slice(name)[begin:end] for name in ("ids", "log_probs", "given")))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{file} can't be read any more: {error}. Score these rows anew.") from error
+        if end - begin != len(question.given):
+            raise DataError(f"{file} is damaged: a row of it has another length than its answer. Score its rows anew.")
         are_tokens = (found.ids >= 0).all() and (found.ids < self.num_tokens).all()
         numbers = (found.log_probs, found.given)
-        if not are_tokens or not all((values <= SLACK).all() for values in numbers):  # NaN is not
+        are_log_probs = all((np.isfinite(values) & (values <= SLACK)).all() for values in numbers)
+        if not are_tokens or not are_log_probs:
             raise DataError(f"{file} is damaged: it has what is no token or no probability. Score these rows anew.")
         return found
 
