@@ -16,10 +16,11 @@ import pytest
 
 from qlora_fsdp.common import own_folder
 from qlora_fsdp.common.run_key import NODE_FOLDER
-from tests.cli.launch import SHORT_STEPS, Launch, child_environment
+from tests.cli.launch import ROOT, SHORT_STEPS, Launch, child_environment
 from tests.helpers.ranks import start_process
 
 TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=32", "lora.r=4"]
+CPU_CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 WARNING = "Warning: the launcher of the ranks has met by c10d, torchrun's default on one host, in which whoever reaches"
 
 
@@ -40,6 +41,25 @@ def test_a_rank_that_torchrun_has_started_by_c10d_says_what_to_type(has_port: bo
     done = subprocess.run(command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count(WARNING) == int(not has_port)
+
+
+@pytest.mark.distributed
+def test_accelerate_whose_port_is_taken_meets_by_c10d_and_says_so(tmp_path: Path) -> None:
+    """Then it starts torchrun without a port, which meets by its default."""
+    settings = [*TINY, *SHORT_STEPS, "training.max_steps=1", f"run.folder={tmp_path / 'run'}"]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+        options = ["--config_file", str(CPU_CONFIG), "--main_process_port", port]
+        command = [*launcher, *options, "-m", "qlora_fsdp.train", *settings]
+        done = subprocess.run(
+            command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    assert printed.count(WARNING) == 1, printed
 
 
 @pytest.fixture
