@@ -217,7 +217,7 @@ def test_a_home_in_which_nothing_can_be_made_is_told_before_anything_is_started(
 
 
 def test_a_run_stops_where_held_out_rows_get_no_better(typed: list[str], tmp_path: Path) -> None:
-    """Held-out answers of letters that no row has get less likely with every step. Without patience all are done."""
+    """Held-out answers of letters that no row has soon get less likely. Without patience all steps are done."""
     held_out = [{"prompt": f"{number}: ", "completion": "XYZJKQWVX" * 5} for number in range(4)]
     write_lines(tmp_path / "held_out.jsonl", held_out)
     evaluated = ["training.max_steps=12", "training.global_batch_size=1", "training.eval_every_steps=2"]

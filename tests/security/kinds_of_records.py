@@ -226,10 +226,14 @@ QUESTIONS = [
 ]
 
 
+def _score_writer(folder: Path) -> ScoreWriter:
+    identity = {"tokenizer": digest_tokens(byte_tokenizer()), "temperature": 1.0}
+    return ScoreWriter(folder / "scores", identity, QUESTIONS)
+
+
 def make_scores(folder: Path) -> None:
     """Two files of a row each, as `qlora-fsdp score` writes them."""
-    identity = {"tokenizer": digest_tokens(byte_tokenizer()), "temperature": 1.0}
-    writer = ScoreWriter(folder / "scores", identity, QUESTIONS)
+    writer = _score_writer(folder)
     writer.open()
     for number, question in enumerate(QUESTIONS):
         assert question.given is not None
@@ -239,7 +243,7 @@ def make_scores(folder: Path) -> None:
 
 
 def _use_scores(folder: Path) -> None:
-    """As a run with distill.teacher_scores does, and as the command that goes on with the folder."""
+    """As a run with distill.teacher_scores does."""
     scores = TeacherScores(folder / "scores", byte_tokenizer(), temperature=1.0)
     scores.check(QUESTIONS)
     joined = join_scores([scores.of(question) for question in QUESTIONS])
@@ -248,8 +252,8 @@ def _use_scores(folder: Path) -> None:
 
 
 def _go_on_with_scores(folder: Path) -> None:
-    identity = {"tokenizer": digest_tokens(byte_tokenizer()), "temperature": 1.0}
-    assert 0 <= ScoreWriter(folder / "scores", identity, QUESTIONS).open() <= 2
+    """As `qlora-fsdp score` does where it was broken off."""
+    assert 0 <= _score_writer(folder).open() <= 2
 
 
 REPORTED = ("summary.json", "metrics.jsonl", "environment.json", "generations.jsonl", "sweep.json", "config.yaml")

@@ -147,7 +147,7 @@ FORGED_SCORES: dict[str, dict[str, NDArray[np.generic]]] = {
 
 @pytest.mark.parametrize("name", FORGED_SCORES)
 def test_forged_scores_of_a_teacher_are_told(name: str, tmp_path: Path) -> None:
-    """Each of them is a whole file, as no reader of safetensors would refuse."""
+    """Each of them is a whole file, which no reader of safetensors would refuse."""
     make_scores(tmp_path)
     first, second = (tmp_path / "scores" / f"{number:08}.safetensors" for number in range(2))
     halves = [load_arrays(file) for file in (first, second)]
@@ -172,3 +172,11 @@ def test_scores_with_other_numbers_of_likeliest_tokens_do_not_go_together(tmp_pa
     save_arrays(stored | fewer, file)
     with pytest.raises(DataError, match=r"has the 2 likeliest tokens, and 00000000\.safetensors has others"):
         TeacherScores(tmp_path / "scores", TOKENIZER, temperature=1.0)
+
+
+def test_scores_that_are_gone_while_they_are_read_are_told(tmp_path: Path) -> None:
+    make_scores(tmp_path)
+    scores = TeacherScores(tmp_path / "scores", TOKENIZER, temperature=1.0)
+    (tmp_path / "scores" / "00000001.safetensors").unlink()
+    with pytest.raises(DataError, match=r"00000001\.safetensors can't be read any more"):
+        scores.of(QUESTIONS[1])

@@ -47,10 +47,8 @@ def test_a_rank_that_torchrun_has_started_by_c10d_says_what_to_type(has_port: bo
 def test_accelerate_whose_port_is_taken_meets_by_c10d_and_says_so(tmp_path: Path) -> None:
     """Then it starts torchrun without a port, which meets by its default."""
     settings = [*TINY, *SHORT_STEPS, "training.max_steps=1", f"run.folder={tmp_path / 'run'}"]
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
         options = ["--config_file", str(CPU_CONFIG), "--main_process_port", port]
         command = [*launcher, *options, "-m", "qlora_fsdp.train", *settings]

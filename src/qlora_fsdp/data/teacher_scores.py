@@ -38,7 +38,7 @@ MAX_HEADER_BYTES = 2**20
 KEY_BYTES = 16
 SLACK = 1e-3  # by which a logarithm of a probability may be above 0
 _PART = re.compile(r"\d{8}\.safetensors")
-# The tensors of a file, by the dtype that safetensors calls each by.
+# The tensors of a file, and the name that safetensors has for the dtype of each.
 _DTYPES = {"ids": "I32", "log_probs": "F32", "given": "F32", "lengths": "I64", "keys": "U8"}
 
 
