@@ -25,6 +25,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qlora_fsdp import generate, merge
@@ -135,7 +136,9 @@ MISTRAL3 = {
     "tie_word_embeddings": False,
 }
 FORMATS = ("int4", "fp8")
-ATOL_16_BITS = 0.15  # of a log-probability: both sides compute in bfloat16
+# Of a log-probability. To compute in bfloat16 moves transformers' own by up to 0.26; the adapter moves them by 7.
+ATOL_16_BITS = 0.5
+NO_INT4_HERE = "cpu_gemm_wna16"  # the operator, of which vLLM's builds for other CPUs have nothing
 CASES = {
     "llama": Case("llama", TEXT, formats=FORMATS),
     "qwen3": Case("qwen3", TEXT),
@@ -275,6 +278,15 @@ def text_of(tokens: list[int]) -> str:
     return bytes(token for token in until_end if token < 256).decode(errors="replace")
 
 
+def find_log_probabilities(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """What transformers computes in `dtype` for each place of an answer: [tokens, vocabulary], float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    prompt = torch.tensor([256, *PROMPT.encode()])
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, tokens])[None]).logits
+    return logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_adapter_is_applied_and_answers_as_generate_does(served: dict[str, Served], name: str):
     found = served[name]
@@ -290,16 +302,17 @@ def test_the_adapter_is_applied_and_answers_as_generate_does(served: dict[str, S
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_merged_model_answers_in_a_format_of_servers(served: dict[str, Served], name: str, format: str):
     found = served[f"{name} {format}"]
+    if NO_INT4_HERE in found.theirs.get("error", ""):
+        pytest.skip("vLLM's kernel for int4 on a CPU asks for AVX-512, which this CPU does not have")
     assert "error" not in found.theirs, found.theirs["error"]
     tokens = torch.tensor(found.theirs["base"])
-    model = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.bfloat16)
-    prompt = torch.tensor([256, *PROMPT.encode()])
-    with torch.no_grad():
-        logits = model.eval()(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
-    expected = logits.float().log_softmax(-1)
-    of_tokens = expected.gather(1, tokens.unsqueeze(1))[:, 0]
+    exact = find_log_probabilities(found.folder, tokens, torch.float32)
+    of_tokens = exact.gather(1, tokens.unsqueeze(1))[:, 0]
     torch.testing.assert_close(torch.tensor(found.theirs["logprobs"]), of_tokens, rtol=0, atol=ATOL_16_BITS)
-    assert (of_tokens >= expected.amax(-1) - ATOL_16_BITS).all()  # the likeliest, but for what 16 bits round
+    assert (of_tokens >= exact.amax(-1) - ATOL_16_BITS).all()  # the likeliest, but for what 16 bits round
+    of_base = find_log_probabilities(found.folder.parent / "base", tokens, torch.float32)
+    without_adapter = of_base.gather(1, tokens.unsqueeze(1))[:, 0]
+    assert (without_adapter - of_tokens).abs().max() > 4 * ATOL_16_BITS, "a model without the adapter would pass too"
 
 
 @pytest.mark.parametrize("name", MIXTURES)
