@@ -302,6 +302,34 @@ def test_a_contained_tokenizer_is_the_tokenizer(change: Callable[[dict[str, Any]
     assert foreign.decode([259]) == "new one"
 
 
+def test_a_conversation_of_a_task_is_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `evaluate tasks=...` has lm-eval write its questions."""
+    real = contained.call
+    monkeypatch.setattr(tokenizer_module, "call", lambda *args: real(*args, seconds=1.0))
+    tokenizer = byte_tokenizer()
+    expected = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    written = tokenizer_module.ContainedTokenizer(tokenizer).write_chat(CHAT[:1], add_generation_prompt=True)
+    assert written == expected
+    for template, message in (
+        (NESTED + "{{ ns.x == ns.y }}", r"^The chat template takes more than 1 s for one conversation\."),
+        ("{{ raise_exception('No system role.') }}", r"^The chat template can't be applied: No system role\. Correct"),
+    ):
+        foreign = byte_tokenizer()
+        foreign.chat_template = template
+        with pytest.raises(DataError, match=message):
+            tokenizer_module.ContainedTokenizer(foreign).write_chat(CHAT)
+
+
+def test_texts_are_tried_together_up_to_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[str]] = []
+    monkeypatch.setattr(tokenizer_module, "TRIED_TOGETHER", 6)
+    monkeypatch.setattr(
+        tokenizer_module, "call", lambda function, key, sent, name, value, options: tried.append(value) or [[]]
+    )
+    tokenizer_module.try_texts(byte_tokenizer(), ["abc", "def", "g", "a long one", "", "hi"])
+    assert tried == [["abc", "def"], ["g"], ["a long one"], ["", "hi"]]
+
+
 def test_a_plain_decoder_waits_for_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As nearly all are, among them those that put spaces in place of other signs."""
     space = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}

@@ -67,6 +67,13 @@ def test_stop_tokens_are_those_of_generation_config_that_the_tokenizer_knows(tmp
     assert fingerprint(alone) != before
 
 
+def test_a_fingerprint_does_not_depend_on_what_the_tokenizer_was_asked_before():
+    tokenizer = byte_tokenizer()
+    before = fingerprint(tokenizer)
+    tokenizer("a long text", truncation=True, max_length=3, padding="max_length")
+    assert fingerprint(tokenizer) == before
+
+
 @pytest.mark.parametrize("text", [None, "[", "[]", '{"eos_token_id": null}'])
 def test_without_ids_the_end_token_alone_stops(tmp_path: Path, text: str | None):
     folder = write_glm_files(tmp_path)

@@ -39,13 +39,17 @@ PLACES_A_BATCH = 2**16
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
-    """A hash of the tokenizer, with its stop tokens, its template and what that is given, and of JSON values."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in ("truncation", "padding"):  # left over from the last call, of this process or of the author
-        rules.pop(state, None)
+    """A hash of the tokenizer, with its stop tokens, its template and what that is given, and of JSON values.
+
+    How the tokenizer truncates and pads is no part of it: that is left over from its last call, in this process or its
+    author's, and every call sets it anew.
+    """
+    rules = tokenizer.backend_tokenizer
+    rules.no_truncation()
+    rules.no_padding()
     identity = [
         CACHE_VERSION,
-        rules,
+        hashlib.sha256(rules.to_str().encode()).hexdigest(),
         tokenizer.chat_template,
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         stop_ids(tokenizer),

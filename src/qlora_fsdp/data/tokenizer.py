@@ -49,6 +49,8 @@ PROBE = (
     "\u0928\u092e\u0938\u094d\u0924\u0947 \u0e44\u0e17\u0e22 \u6c49\u5b57\u304b\u30ab\ud55c "
     "\U0001f600\U0001f44d\U0001f3fd \u200b\u0301\xa0\u2028"
 )
+TRIED_TOGETHER = 2**18  # characters of texts that are tried in one call
+DECODING = ("decode", "batch_decode")
 TRIED_FOLDER = "~/.cache/qlora_fsdp/tried"
 WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx"}  # which no tokenizer reads
 OWN_CODE = "transformers_modules"  # where transformers keeps what comes with models
@@ -184,15 +186,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def try_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
     """Has texts tokenized in the process for foreign files, before this process does it in a way of its own.
 
-    A process that may be killed as well does it at once.
+    A process that may be killed as well does it at once. Short texts go there together.
 
     Raises:
         DataError: the tokenizer does not get over one of them.
     """
     if may_be_killed():
         return
+    contained = ContainedTokenizer(tokenizer)
+    together: list[str] = []
+    length = 0
     for text in texts:
-        ContainedTokenizer(tokenizer).encode(text)
+        if together and length + len(text) > TRIED_TOGETHER:
+            contained.encode_all(together)
+            together = []
+            length = 0
+        together.append(text)
+        length += len(text)
+    if together:
+        contained.encode_all(together)
 
 
 @contextmanager
@@ -235,6 +247,15 @@ class ContainedTokenizer:
         ids: list[int] = self._call("__call__", text, add_special_tokens=False, verbose=False)
         return ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call.
+
+        Raises:
+            DataError: the tokenizer does not get over one of them.
+        """
+        ids: list[list[int]] = self._call("__call__", list(texts), add_special_tokens=False, verbose=False)
+        return ids
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **options: Any) -> str:
         """As the tokenizer's own `decode`.
 
@@ -254,17 +275,39 @@ class ContainedTokenizer:
         texts: list[str] = self._call("batch_decode", [[int(token) for token in tokens] for tokens in rows])
         return texts
 
+    def write_chat(self, messages: Any, **options: Any) -> str:
+        """`apply_chat_template` of the tokenizer, as text.
+
+        Raises:
+            DataError: the chat template refuses the messages, or does not get over them.
+        """
+        try:
+            text: str = self._use("apply_chat_template", messages, tokenize=False, **options)
+        except LimitError as error:
+            raise DataError(
+                f"The chat template {error} for one conversation. Set data.chat_template to another."
+            ) from None
+        except Exception as error:  # a template is a program, and its sandbox lets any error through
+            reason = shorten(str(error)).rstrip(".")
+            raise DataError(
+                f"The chat template can't be applied: {reason}. Correct it, or set data.chat_template to another."
+            ) from error
+        return text
+
     def _call(self, name: str, value: Any, **options: Any) -> Any:
-        stays = type(self.tokenizer).__module__.startswith(OWN_CODE)
-        stays = stays or (name != "__call__" and _decodes_plainly(self.tokenizer))
         with blaming_tokenizer():
-            if stays:
-                return _use(self.tokenizer, name, value, options)
-            key = f"{self._key} with {len(self.tokenizer)} tokens"
-            answer = call(_use_kept, key, None, name, value, options)
-            if answer is None:
-                answer = call(_use_kept, key, self.tokenizer, name, value, options)
-            return answer[0]
+            return self._use(name, value, **options)
+
+    def _use(self, name: str, value: Any, **options: Any) -> Any:
+        stays = type(self.tokenizer).__module__.startswith(OWN_CODE)
+        stays = stays or (name in DECODING and _decodes_plainly(self.tokenizer))
+        if stays:
+            return _use(self.tokenizer, name, value, options)
+        key = f"{self._key} with {len(self.tokenizer)} tokens"
+        answer = call(_use_kept, key, None, name, value, options)
+        if answer is None:
+            answer = call(_use_kept, key, self.tokenizer, name, value, options)
+        return answer[0]
 
 
 _keys: WeakKeyDictionary[PreTrainedTokenizerBase, str] = WeakKeyDictionary()

@@ -30,6 +30,7 @@ from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.chats.stops import end_texts_of
 from qlora_fsdp.data.template_arguments import template_arguments
+from qlora_fsdp.data.tokenizer import ContainedTokenizer, try_texts
 from qlora_fsdp.decoding.completer import Completer, Request, default_slots
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not_sampled
@@ -151,6 +152,8 @@ class SharedLM(HFLM):  # type: ignore[misc]
         )
         eval_logger.disabled = False
         self.processes = model.processes
+        self.contained = ContainedTokenizer(model.trained.tokenizer)
+        self.leaves_system_out = False  # of conversations, which the template refuses with it
         self.scorer: Scorer | None = None
         self.completer: Completer | None = None
         self.share = (self.processes.rank, self.processes.num_ranks)
@@ -160,17 +163,34 @@ class SharedLM(HFLM):  # type: ignore[misc]
             self.share = texts_of_rank(trained, self.processes)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        arguments = template_arguments(self.tokenizer)
-        if not arguments:
-            return str(super().apply_chat_template(chat_history, add_generation_prompt))
-        text = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
+        """A conversation as text, by the template and its arguments, in the process for foreign files.
+
+        Raises:
+            DataError: the template refuses the conversation, without its system message too, or does not get over it.
+        """
+        try:
+            return self._write_chat(chat_history, add_generation_prompt)
+        except DataError as error:
+            without_system = [message for message in chat_history if message["role"] != "system"]
+            if len(without_system) == len(chat_history):
+                raise
+            if not self.leaves_system_out:
+                log.warning(f"Conversations are written without their system message, as lm-eval does it: {error}")
+            self.leaves_system_out = True
+            return self._write_chat(without_system, add_generation_prompt)
+
+    def _write_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return self.contained.write_chat(
+            messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            **arguments,
+            **template_arguments(self.tokenizer),
         )
-        return str(text)
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        """The text of a token or of several, in the process for foreign files."""
+        ids = [tokens] if isinstance(tokens, int) else list(tokens)
+        return self.contained.decode(ids, skip_special_tokens)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._share(super().loglikelihood, requests)
@@ -246,6 +266,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         """The answers of all ranks. This one answers every n-th request from the i-th on, for a share (i, n)."""
         first, step = self.share
         mine = requests[first::step]
+        try_texts(self.tokenizer, [text for request in mine for text in request.args if isinstance(text, str)])
         answers = answer(mine, disable_tqdm=not self.processes.is_main) if mine else []
         self._model.keep_step()
         answered: list[Any] = [None] * len(requests)
