@@ -140,7 +140,7 @@ def _trace(config: Config, hardware: Hardware) -> tuple[Workload, int | None, li
     """The run to plan, how many positions its model knows, and a note if its rows can't be packed. Imports torch."""
     size, values = config.training.micro_batch_size, _read_config(config.model)
     with quick_imports():
-        contained.start()
+        contained.start(makes_configs=True)
         from qlora_fsdp.model.find import make_config
         from qlora_fsdp.model.positions import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
             os.environ |= plan.environment
         announce(world.num_ranks)
         with quick_imports():  # torch and transformers only from here on
-            contained.start()
+            contained.start(makes_configs=True)
             from qlora_fsdp.training.run import run
 
         run(config, world)

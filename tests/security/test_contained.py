@@ -359,10 +359,14 @@ def tell_processes() -> list[int]:
     return [os.getpid(), os.getppid()]
 
 
+def has_imported(name: str) -> bool:
+    return name in sys.modules
+
+
 def start_early_and_call_late(results: Any) -> None:
     """As a command does: later there are threads, and what is tried ends the process or is too long or too large."""
     gc.disable()  # as while a command imports
-    contained.start()
+    contained.start(makes_configs=True)
     forker = contained._forker.pid if contained._forker is not None else 0
     stopped = threading.Event()
     for _ in range(4):
@@ -374,7 +378,8 @@ def start_early_and_call_late(results: Any) -> None:
         told.append(contained.call(tell_processes))
     processes, parents = zip(*told, strict=True)
     threads = [len(psutil.Process(pid).threads()) for pid in (forker, processes[-1])]
-    results.put((set(parents) == {forker}, len(set(processes)), threads, contained.call(gc.isenabled)))
+    is_ready = contained.call(has_imported, "transformers.activations")
+    results.put((set(parents) == {forker}, len(set(processes)), threads, contained.call(gc.isenabled), is_ready))
 
 
 def test_it_is_forked_off_a_process_without_threads() -> None:
@@ -382,12 +387,12 @@ def test_it_is_forked_off_a_process_without_threads() -> None:
     process = start_process(start_early_and_call_late, results)
     found = results.get()
     process.join(60)
-    assert found == (True, 4, [1, 1], True)
+    assert found == (True, 4, [1, 1], True, True)
 
 
 def test_what_starts_cuda_is_imported_after_it() -> None:
     """PEFT and bitsandbytes start CUDA while they are imported."""
-    program = "import sys; from qlora_fsdp.common import contained; contained.start(); "
+    program = "import sys; from qlora_fsdp.common import contained; contained.start(makes_configs=True); "
     program += "print({'bitsandbytes', 'peft', 'accelerate'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "set()\n"

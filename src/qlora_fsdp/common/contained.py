@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
@@ -50,6 +50,8 @@ PID_BYTES = 8
 TOO_LONG = signal.SIGVTALRM  # what ends a process that tokenizes
 # What files are tried with; none of these starts CUDA or a thread.
 IMPORTED = ("qlora_fsdp.data.tokenizer", "qlora_fsdp.data.chats.conversation", "qlora_fsdp.model.find")
+# What transformers imports, for three seconds, to make the config of whatever model.
+IMPORTED_FOR_CONFIGS = ("transformers.activations",)
 
 
 class LimitError(Exception):
@@ -86,14 +88,19 @@ def call(function: Callable[..., Any], *args: Any, seconds: float = SECONDS, num
         return _process(seconds).ask(function, args, seconds, num_bytes)
 
 
-def start() -> None:
-    """Makes ready for calls, before this process has threads or uses a GPU. It imports transformers."""
+def start(makes_configs: bool) -> None:
+    """Makes ready for calls, before this process has threads or uses a GPU. It imports transformers.
+
+    Args:
+        makes_configs: whether configs of models will be made. What that needs is imported over there, while this
+            process goes on.
+    """
     global _forker
     for name in IMPORTED:
         import_module(name)
     with _lock:
         if _forker is None:
-            _forker = _Forker()
+            _forker = _Forker(IMPORTED_FOR_CONFIGS if makes_configs else ())
 
 
 def contain_itself() -> None:
@@ -127,14 +134,14 @@ def describe_seconds(seconds: float) -> str:
 class _Forker:
     """The process off which those are forked that try files, as its parent sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where there are threads
             self.pid = os.fork()
         if self.pid == 0:
-            _fork_others(theirs, parent)
+            _fork_others(theirs, parent, imported)
         theirs.close()
 
     def fork(self, pipe: Connection) -> int:
@@ -308,11 +315,9 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _fork_others(channel: socket.socket, parent: int) -> NoReturn:
-    """Forks a process for each pipe that is sent, and waits for those that are named."""
+def _fork_others(channel: socket.socket, parent: int, imported: Sequence[str]) -> NoReturn:
+    """Imports modules, forks a process for each pipe that is sent, and waits for those that are named."""
     try:
-        gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
-        gc.enable()  # which the parent may have turned off while it imported
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # they come to all processes of a job; the parent kills this one
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who has it ignored can't wait for anything
@@ -323,6 +328,11 @@ def _fork_others(channel: socket.socket, parent: int) -> NoReturn:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that this process has not got would be waited for
         os.environ["TQDM_DISABLE"] = "1"
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        gc.disable()
+        for name in imported:
+            import_module(name)
+        gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
+        gc.enable()  # which the parent may have turned off while it imported
         own = os.getpid()
         while True:
             message, files, _, _ = socket.recv_fds(channel, PID_BYTES, 1)

@@ -151,7 +151,7 @@ def run_command(
         problems = [replace(p, fix=fix) if fix and p.setting == "model.path" else p for p in problems]
         refuse(problems)
         log_to_stderr()
-        _run_together(partial(body, settings, config), config.distributed.timeout_seconds, on_cpu)
+        _run_together(partial(body, settings, config), config.distributed.timeout_seconds, on_cpu, takes_adapter)
     except UserError as error:
         show_error(error)
         return error.exit_code
@@ -174,11 +174,11 @@ def log_to_stderr() -> None:
     log.propagate = False
 
 
-def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cpu: bool) -> None:
+def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cpu: bool, makes_configs: bool) -> None:
     """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
     announce(World.from_environment(os.environ).num_ranks)
     with quick_imports():  # torch and transformers only from here on
-        contained.start()
+        contained.start(makes_configs)
         from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
         from qlora_fsdp.runtime.processes import start_processes
         from qlora_fsdp.runtime.watch import Watch, ending_together
