@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +71,15 @@ def test_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, wandb: Wandb)
     assert ids[0] == ids[1] == ids[2] != ids[3]
     assert all(options["resume"] == "allow" and options["name"] == "mine" for options in wandb.started)
     assert wandb.uploaded == []
+
+
+@pytest.mark.parametrize("planted", [["a"], {"a": 1}, 5, "../other", "x" * 65, ""])
+def test_an_id_that_no_tracker_makes_is_not_given_to_one(tmp_path: Path, wandb: Wandb, planted: Any):
+    (tmp_path / "wandb.json").write_text(json.dumps({"id": planted}))
+    config = load_config(["tracking=wandb", "tracking.wandb_mode=offline"])
+    Journal(tmp_path, TrackingSpec.of(config), 10, is_main=True, first_step=7).close({})
+    (options,) = wandb.started
+    assert re.fullmatch("[0-9a-f]{8}", options["id"])
 
 
 def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb: Wandb):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -249,6 +250,16 @@ def note_missing_key(tracking: TrackingConfig) -> None:
         )
 
 
+def _read_id(file: Path) -> str | None:
+    """The id by which a tracker knows the run; None: there is none, or somebody has written what no tracker makes."""
+    found = run_state.read_json(file).get("id")
+    if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
+        return found
+    if found is not None:
+        log.warning(f"{file} has no id of a run: the tracker begins another one.")
+    return None
+
+
 class WandbTracker:
     """A run in W&B. A run that resumes from a checkpoint stays the same run there."""
 
@@ -258,7 +269,7 @@ class WandbTracker:
         self.log_adapter = spec.log_adapter
         self.last_step = 0
         file = folder / run_state.WANDB_FILE
-        run_id = (run_state.read_json(file).get("id") if resumes else None) or secrets.token_hex(4)
+        run_id = (_read_id(file) if resumes else None) or secrets.token_hex(4)
         with writing(folder):
             write_json(file, {"id": run_id})
         start = partial(
@@ -339,7 +350,7 @@ class MlflowTracker:
         self.log_adapter = spec.log_adapter
         self.mlflow = mlflow
         file = folder / run_state.MLFLOW_FILE
-        run_id = run_state.read_json(file).get("id") if resumes else None
+        run_id = _read_id(file) if resumes else None
         if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
             mlflow.set_experiment(spec.project)
         run = mlflow.start_run(run_id=run_id, run_name=spec.run_name)
