@@ -30,10 +30,9 @@ if "--dry-run" in sys.argv:
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.kernels import triton_products
 from qlora_fsdp.layers.kernels.triton_products import Tile, WeightCodes, products, scaled, split_even_odd
-from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
+from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
 
 COLD_BYTES = 160e6  # of codes that are read before the same ones come again; an H100's cache has 50 MB
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

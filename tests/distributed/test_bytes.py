@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
-from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.quantized.format import Format
 from tests.helpers.blocks import count_wrong_bytes_everywhere, load_with_a_flipped_bit
 from tests.helpers.ranks import run_ranks
 

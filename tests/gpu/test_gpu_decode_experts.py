@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.quantized.format import Format
 from tests.helpers.decode_experts import compare_experts
 
 

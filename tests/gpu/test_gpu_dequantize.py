@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 from tests.helpers.experts import make_experts
 from tests.helpers.quantized import make_quantized

@@ -14,10 +14,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from qlora_fsdp.layers import Format, QuantizedExpertWeight
 from qlora_fsdp.layers.experts import grouped_products
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter
 from qlora_fsdp.layers.experts.forward import expert_weight_names, experts_forward
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.format import Format
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K, TOKENS, RANK = 256, 128, 8, 2, 333, 12
 

@@ -10,9 +10,9 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.kernels import GateInputs, triton_gate
 from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_fp8
 from tests.helpers.fused import differences, make_parts
 from tests.helpers.quantized import make_quantized

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import FsdpConfig
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.runtime import rows as sharded_rows
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.sharding.prove import prove_shards

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.layers import Format
+from qlora_fsdp.layers.quantized.format import Format
 
 PRESETS = {"int4": "W4A16", "fp8": "FP8_DYNAMIC"}
 LAYOUTS = {"int4": "pack-quantized", "fp8": "float-quantized"}

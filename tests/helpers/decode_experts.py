@@ -12,11 +12,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter
 from qlora_fsdp.layers.experts.decode import DecodeExperts
 from qlora_fsdp.layers.experts.forward import expert_weight_names, experts_forward
 from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.format import Format
 
 NUM_EXPERTS, TOP_K = 6, 2
 

@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import FsdpConfig, ModelConfig, QuantConfig, QuantType4bit
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLayer
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.processes import Processes

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 
 HIDDEN, WIDTH = 128, 192
 

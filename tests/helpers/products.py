@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.kernels.triton_products import Tile, products, split_even_odd
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.stored_weight import code_books, code_values, weight_codes
 from tests.helpers.quantized import make_quantized
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 
 
 def make_quantized(weight: Tensor, format: Format, bias: bool = False) -> QuantizedLinear:

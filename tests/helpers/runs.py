@@ -19,7 +19,7 @@ import qlora_fsdp.training.prepare as first_half
 import qlora_fsdp.training.run as pipeline
 import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp.config.world import World
-from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group

@@ -20,8 +20,8 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern, is_target
 from qlora_fsdp.config.schema import EmbeddingStorage, LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.lora import LoraEmbedding
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters import model_card
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, trainable_names

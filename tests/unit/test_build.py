@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, Llama4Config, Llama4ForCond
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName
-from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.limited_building import LARGE, LimitedBuilding

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qlora_fsdp.config.checks.check_settings import Needs, check_settings
 from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.quantized import format as format_module
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.model.swap_layers import choose_format, quant_settings
 
 pytestmark = pytest.mark.usefixtures("quick_composing")

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tests.helpers.decode_experts import compare_experts, make_experts
 
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.decode_linear import find_experts
 from qlora_fsdp.layers.experts.decode import why_not_coded
 from qlora_fsdp.layers.kernels.launch import HAS_TRITON
 from qlora_fsdp.layers.kernels.triton_products import best_expert_tile
 from qlora_fsdp.layers.kernels.triton_transposed_products import transposed_tile
+from qlora_fsdp.layers.quantized.format import Format
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or not HAS_TRITON, reason="tests/gpu runs the kernels themselves; without Triton none"

@@ -9,10 +9,12 @@ from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.layers import Format, QuantizedLinear, decode_linear
+from qlora_fsdp.layers import decode_linear
 from qlora_fsdp.layers.decode_linear import DecodeLayers, has_whole_blocks, product_with_codes
 from qlora_fsdp.layers.kernels.launch import HAS_TRITON
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.rewire import fuse_layers
 
 

@@ -32,13 +32,14 @@ from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers import Format, QuantizedExpertWeight
 from qlora_fsdp.layers.experts import adapter, grouped_products
 from qlora_fsdp.layers.experts import forward as experts
 from qlora_fsdp.layers.experts.adapter import ExpertAdapter, ExpertMatrix
 from qlora_fsdp.layers.experts.forward import count_loads, expert_weight_names, experts_forward
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
 from qlora_fsdp.layers.experts.row_order import Activation, ActivationBackward, Gate, activate, find_gate, sort_rows
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import apply_adapters, describe_idle_patterns
 from qlora_fsdp.model.experts import expert_weights, find_routers

@@ -19,12 +19,12 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers import mlp as gated_mlp
 from qlora_fsdp.layers.kernels import GateInputs
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import FrozenNorm, NormAndResidual, NormKind, is_rms_norm
-from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
+from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms
 
 NF4 = Format("nf4", double_quant=True)

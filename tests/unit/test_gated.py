@@ -18,10 +18,12 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 from qlora_fsdp.config.schema import ComputeConfig, KernelsConfig
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.tokenizer import NO_TOKENS
-from qlora_fsdp.layers import Format, QuantizedLinear, gated
+from qlora_fsdp.layers import gated
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.mlp import GatedMlp
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model

@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig
-from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 

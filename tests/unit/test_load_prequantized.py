@@ -13,7 +13,7 @@ from tests.helpers.checkpoints import quantize_checkpoint
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, Weights
-from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 

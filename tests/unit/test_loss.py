@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.common import sizes
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.head_loss import LogitTransform
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.rewire import attach_loss, use_head_pieces
 from qlora_fsdp.runtime import rows
 

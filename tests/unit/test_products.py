@@ -8,9 +8,9 @@ import torch
 from bitsandbytes.functional import get_4bit_type
 from tests.helpers.products import compare, divided, sorted_rows
 
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.kernels.launch import HAS_TRITON
 from qlora_fsdp.layers.kernels.triton_products import MAX_ROWS, Tile, best_tile, lookup, max_tiles
+from qlora_fsdp.layers.quantized.format import Format
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or not HAS_TRITON, reason="tests/gpu runs the kernels themselves; without Triton none"

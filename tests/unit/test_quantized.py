@@ -10,8 +10,9 @@ from peft.tuners import lora
 from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 
-from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 
 FORMATS = [
     Format("nf4", True),

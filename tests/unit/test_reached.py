@@ -15,7 +15,8 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import LoraConfig, QuantConfig
-from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.adapters.apply import apply_adapters, trainable_names
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.parts import general_name

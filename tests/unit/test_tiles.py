@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers import tiles as layer_tiles
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_tiles
 from qlora_fsdp.memory.policy import Policy

@@ -20,11 +20,13 @@ from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig, Training
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import NO_TOKENS
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import expert_weight_names
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.mlp import MAX_RANK
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations

@@ -9,8 +9,9 @@ import torch
 from tests.helpers.quantized import make_quantized
 from torch import Tensor, nn
 
-from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized import weight_reader
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.weight_reader import WeightReader
 
 CPU = torch.device("cpu")

@@ -138,7 +138,7 @@ def _check_kernels(what: str, device: torch.device | str) -> Finding:
     """Whether bitsandbytes quantizes a weight and restores it within the error of its format."""
     import torch
 
-    from qlora_fsdp.layers import Format
+    from qlora_fsdp.layers.quantized.format import Format
 
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(device)
     errors = {}

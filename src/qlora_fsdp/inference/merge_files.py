@@ -32,8 +32,8 @@ from qlora_fsdp.data.chats.stops import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
 from qlora_fsdp.inference import merge_weights
 from qlora_fsdp.inference.merge_formats import CompressedTensorsFormat, WeightFormat
-from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.experts.llama4 import Llama4Moe
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.positions import write_rope

@@ -28,8 +28,7 @@ from transformers.utils.versions import require_version
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, GROUP_SIZES, NESTED_BLOCKSIZE
 from qlora_fsdp.inference.rounding import round_to_points
-from qlora_fsdp.layers import Format
-from qlora_fsdp.layers.quantized.format import code_book
+from qlora_fsdp.layers.quantized.format import Format, code_book
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.scaled import E2M1
 

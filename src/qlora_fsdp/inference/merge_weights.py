@@ -35,9 +35,10 @@ from qlora_fsdp.config.adapter.adapter_config import (
 )
 from qlora_fsdp.inference.merge_formats import Grid, WeightFormat
 from qlora_fsdp.inference.rounding import draw_uniform, round_to_16_bits
-from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import ExpertLora
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.lora import GATE_UP, QKV, LoraEmbedding, LoraLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.read_adapter import read_whole, tokens_of_rows
 from qlora_fsdp.model.assemble import AssembledModel

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX, PIECE_BYTES, loss_chunk
-from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.divergence import FrozenHead
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
 from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 

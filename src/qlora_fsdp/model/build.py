@@ -36,9 +36,9 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.hub import without_hub
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
-from qlora_fsdp.layers import Format
 from qlora_fsdp.layers.experts.forward import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.layers.experts.llama4 import compute_chosen_experts
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.recurrent.replace import replace_functions
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles

@@ -12,8 +12,9 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.common.model_figures import head_sizes
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.experts.forward import expert_weight_names
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.model.experts import num_chosen
 from qlora_fsdp.runtime.rows import rows_of_rank
 

@@ -20,8 +20,9 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import is_target
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers import QuantizedEmbedding, QuantizedLayer
 from qlora_fsdp.layers.lora import LoraEmbedding
+from qlora_fsdp.layers.quantized.linear import QuantizedEmbedding
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.layers.token_rows import ADAPTER, TokenRows
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 

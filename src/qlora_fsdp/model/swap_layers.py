@@ -25,7 +25,9 @@ from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
-from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.linear import QuantizedEmbedding, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
 from qlora_fsdp.runtime.hardware import dtype_name, is_shortage
 

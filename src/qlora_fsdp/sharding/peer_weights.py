@@ -59,8 +59,8 @@ from torch.utils.dlpack import from_dlpack
 from qlora_fsdp.common.sizes import NUM_AHEAD, round_up
 from qlora_fsdp.common.text import first_line, show_bytes
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.head_loss import HeadLoss
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.peers import PeerPlace, PeerTable, can_read_peers, share_memory, start_copies, wait_for

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.common.errors import ProofError
 from qlora_fsdp.common.text import list_some
-from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
 from qlora_fsdp.sharding.peer_weights import ReadRows, rows_between

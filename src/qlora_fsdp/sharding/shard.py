@@ -46,7 +46,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import ShardingStrategy
 from qlora_fsdp.config.specs import ShardSpec
-from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.model.tasks.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.fsdp_state import free_gathered
 from qlora_fsdp.runtime.packets import prove_peers

@@ -27,13 +27,14 @@ from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.data.batch import Batch, Rewarded, Taught
 from qlora_fsdp.data.labels import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.attention.choose import describe_wide_heads, traced_attention
 from qlora_fsdp.layers.attention.sliced import slice_attention
 from qlora_fsdp.layers.divergence import TopTeacher
 from qlora_fsdp.layers.experts.forward import mentions_experts
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import stock_models
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
 from qlora_fsdp.layers.rewire import rewire, use_head_pieces
 from qlora_fsdp.memory.policy import Policy

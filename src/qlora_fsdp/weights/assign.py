@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import list_some
-from qlora_fsdp.layers import Format, QuantizedLayer
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor, same_bytes
 from qlora_fsdp.weights.scaled import ScaledTensor

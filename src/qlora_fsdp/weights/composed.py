@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor

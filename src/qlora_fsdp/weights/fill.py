@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers import Format, QuantizedLayer
+from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 from qlora_fsdp.weights.composed import Assignment, StoredRows, as_composed
 from qlora_fsdp.weights.row_reader import FiniteCheck, RowRequest, Sink, Span, run_requests

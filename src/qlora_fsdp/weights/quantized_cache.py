@@ -35,8 +35,8 @@ from qlora_fsdp.common.foreign_files import (
 )
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import first_line
-from qlora_fsdp.layers import Format, QuantizedLinear
-from qlora_fsdp.layers.quantized.format import code_book, dynamic_map
+from qlora_fsdp.layers.quantized.format import Format, code_book, dynamic_map
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.assign import match_quantized

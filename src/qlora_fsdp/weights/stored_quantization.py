@@ -19,8 +19,9 @@ from torch import Tensor
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLayer
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized.format import STORAGE_DTYPES, QuantType, code_book, dynamic_map
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # Names of what lies beside a quantized weight; the group is the weight's name, or for int8 the module's.

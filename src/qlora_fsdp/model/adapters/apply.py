@@ -27,9 +27,9 @@ from qlora_fsdp.config.adapter.adapter_config import PREFIX
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
-from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.experts.forward import ExpertLora
 from qlora_fsdp.layers.lora import LoraEmbedding, LoraLinear
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.targets import Targets, find_targets, linear_endings
 from qlora_fsdp.model.experts import has_experts

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.adapter.adapter_config import PREFIX
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
-from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.lora import LoraEmbedding
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.new_tokens import fill_copy, initialize_rows
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group

@@ -28,7 +28,8 @@ from transformers import (
 from qlora_fsdp import __version__
 from qlora_fsdp.common.hub import LOCAL_BASE
 from qlora_fsdp.common.text import plural, printable, printable_lines, show_bytes
-from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.apply import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens

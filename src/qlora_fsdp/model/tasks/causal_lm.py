@@ -19,8 +19,8 @@ from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import LossType, TaskConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction, entropies_of
+from qlora_fsdp.layers.quantized.linear import QuantizedEmbedding
 from qlora_fsdp.layers.recurrent.replace import has_recurrent_layers, wants_one_sequence
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.experts import has_experts
