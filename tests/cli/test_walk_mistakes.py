@@ -211,7 +211,7 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
     ),
     "semicolons": (
         [*RUN, "data=semicolons.csv"],
-        ["semicolons.csv has ';' between its columns", "Save it with commas."],
+        ["semicolons.csv has ';' between its columns", "Save it with commas as .csv"],
     ),
     "a GGUF file": (
         [*RUN, "model.path=model.gguf", "data=rows.jsonl"],

@@ -217,6 +217,17 @@ def test_csv_lines(tmp_path, run):
     assert places == {"empty": ["a.csv:4"], "wrong keys": ["a.csv:5,"], "not UTF-8": ["a.csv:7"]}
 
 
+def test_a_table_with_tabs(tmp_path, run):
+    path = tmp_path / "a.tsv"
+    path.write_text('prompt\tcompletion\none, two\t"a\ttab"\n', encoding="utf-8")
+    assert texts(run(path).train) == ["one, twoa\ttab"]
+    path.write_text("prompt;completion\none;two\n", encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"a\.tsv has ';' between its columns, not '.t'\. Save it with commas as \.csv, or"
+    ):
+        run(path)
+
+
 @pytest.mark.parametrize("rows", ['text\nfine\n"open\nfine\n', 'text\nfine\n"it ""is"" open', '"text\nfine\n'])
 def test_a_quote_that_is_not_closed(tmp_path, run, rows):
     """All that follows was one row, cut to pieces and trained on."""
@@ -261,7 +272,7 @@ def test_parquet_text_that_is_not_marked_as_text(tmp_path, run):
 @pytest.mark.parametrize("mark", [";", "\t", "|"])
 def test_csv_without_commas(tmp_path, run, mark: str):
     (tmp_path / "a.csv").write_text(f"prompt{mark}completion\na{mark}b, c\n")
-    with pytest.raises(DataError, match=r"a\.csv has '.*' between its columns, not commas\. Save it with commas"):
+    with pytest.raises(DataError, match=r"a\.csv has '.*' between its columns, not ','\. Save it with commas"):
         run(tmp_path / "a.csv")
 
 

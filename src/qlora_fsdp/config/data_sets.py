@@ -23,7 +23,7 @@ _SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 
 
 # Suffixes of the files that data/files/row_files.py reads.
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
 # datasets' `save_to_disk` writes this beside the folders of a data set's splits.
 SAVED_SPLITS = "dataset_dict.json"
 

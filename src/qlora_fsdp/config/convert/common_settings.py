@@ -369,7 +369,7 @@ def convert_place(theirs: TheirSettings, folder: Any, name: Any = None) -> None:
 
 def is_folder_or_file(path: str) -> bool:
     """Whether a text names something on the disk and no data set of the hub."""
-    endings = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
+    endings = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
     return path.startswith(("/", "./", "../", "~")) or path.endswith(endings) or "://" in path
 
 

@@ -61,11 +61,11 @@ class BadRows(Enum):
 
 @dataclass
 class DataConfig:
-    # A .jsonl, .json, .csv, .parquet or .arrow file; a folder of .txt or .md files or of any of these; a pattern such
-    # as rows/*.jsonl; a URL such as s3://bucket/rows.jsonl; or a hub data set's name. Several files, folders, patterns
-    # or URLs are a list, [a.jsonl,b.jsonl], whose rows follow one another. The default is what the QLoRA paper trained
-    # on. It counts for training and preview, where neither a mix nor random tokens are asked for; other commands want
-    # data named.
+    # A .jsonl, .json, .csv, .tsv, .parquet or .arrow file; a folder of .txt or .md files or of any of these; a pattern
+    # such as rows/*.jsonl; a URL such as s3://bucket/rows.jsonl; or a hub data set's name. Several files, folders,
+    # patterns or URLs are a list, [a.jsonl,b.jsonl], whose rows follow one another. The default is what the QLoRA paper
+    # trained on. It counts for training and preview, where neither a mix nor random tokens are asked for; other
+    # commands want data named.
     path: Any = setting(
         DEFAULT_DATA,
         Run.other,

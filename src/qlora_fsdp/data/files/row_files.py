@@ -18,7 +18,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -243,18 +243,23 @@ def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, posit
             ) from error
 
 
-def _read_csv(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
+def _read_csv(
+    file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position, delimiter: str = ","
+) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
     with _open(file, unpacking) as contents:
         stream = io.TextIOWrapper(contents, encoding="utf-8-sig", errors="surrogateescape", newline="")
         read: list[str] = []  # the lines of a row
-        lines = csv.reader(_keep(stream, read))
+        lines = csv.reader(_keep(stream, read), delimiter=delimiter)
         header, last = next(lines, []), _take(read)
         twice = [name for name in header if name and header.count(name) > 1]
         if twice:
             raise DataError(f"{file} has two columns {twice[0]}. Rename one, so that it is clear which is meant.")
-        if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
-            raise DataError(f"{file} has {other!r} between its columns, not commas. Save it with commas.")
+        if len(header) == 1 and (other := next((mark for mark in ",;\t|" if mark in header[0]), None)):
+            raise DataError(
+                f"{file} has {other!r} between its columns, not {delimiter!r}. "
+                "Save it with commas as .csv, or with tabs as .tsv."
+            )
         first_line = lines.line_num + 1  # a quoted cell may hold line breaks
         blank: list[str] = []  # places of blank lines, which are rows only if another row follows
         for cells in lines:
@@ -268,7 +273,7 @@ def _read_csv(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, positi
             # A row of another length is kept as a list, which the check refuses.
             yield place, dump_row(dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells)
         # An open quote takes in all that follows it, so it can only be in the last row.
-        if last and len(list(csv.reader([*last, '"\n']))) == 1:
+        if last and len(list(csv.reader([*last, '"\n'], delimiter=delimiter))) == 1:
             line = first_line - len(last)
             raise csv.Error(f"a quote in the row of line {line} is not closed, and takes in all lines after it")
 
@@ -343,11 +348,12 @@ READERS: dict[str, Reader] = {
     ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
 ARROW_FILE = b"ARROW1"  # begins an Arrow file with an index
-COMPRESSIBLE = (".jsonl", ".json", ".csv")  # Parquet files are compressed inside
+COMPRESSIBLE = (".jsonl", ".json", ".csv", ".tsv")  # Parquet files are compressed inside
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
