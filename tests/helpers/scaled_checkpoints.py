@@ -1,4 +1,4 @@
-"""Tiny checkpoints in FP8 and MXFP4, written as the hub has them."""
+"""Tiny checkpoints in FP8, MXFP4 and compressed-tensors' formats, written as the hub has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedModel,
+)
+
+from tests.helpers.compressed import LAYOUTS, compress
 
 FP8_MAX = 448.0
 
@@ -18,7 +26,12 @@ FP8_MAX = 448.0
 def load_dequantized(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """What stock transformers makes of such files in full precision."""
     method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
-    config = FineGrainedFP8Config(dequantize=True) if method == "fp8" else Mxfp4Config(dequantize=True)
+    configs = {
+        "fp8": FineGrainedFP8Config(dequantize=True),
+        "mxfp4": Mxfp4Config(dequantize=True),
+        "compressed-tensors": CompressedTensorsConfig(dequantize=True),
+    }
+    config = configs[method]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
 
 
@@ -62,6 +75,34 @@ def make_mxfp4(source: Path, folder: Path) -> Path:
         return {f"{key}_blocks": blocks, f"{key}_scales": scales}
 
     return _rewrite(source, folder, convert, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def make_compressed(
+    source: Path, folder: Path, name: str, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """`source` with its projections in int4 or fp8, as the package compressed-tensors writes them."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+    schemes: list[Any] = []
+
+    def convert(key: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not key.endswith("_proj.weight") or tensor.ndim != 2:
+            return {key: tensor}
+        parts, scheme = compress(tensor, name, group_size, scale_dtype)
+        schemes.append(scheme)
+        return {f"{key.removesuffix('weight')}{part}": value for part, value in parts.items()}
+
+    made = _rewrite(source, folder, convert, {})
+    described = QuantizationConfig(
+        config_groups={"group_0": schemes[0]},
+        format=LAYOUTS[name],
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head"],
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = json.loads(described.model_dump_json())
+    (folder / "config.json").write_text(json.dumps(config))
+    return made
 
 
 def _rewrite(source: Path, folder: Path, convert: Any, quantization: dict[str, Any]) -> Path:

@@ -59,7 +59,7 @@ from qlora_fsdp.training.checkpoints.saved_tensors import BadFile, rank_file, re
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.lines import write_lines
 from tests.helpers.one_process import one_process
-from tests.helpers.scaled_checkpoints import make_fp8
+from tests.helpers.scaled_checkpoints import make_compressed, make_fp8
 from tests.security.kinds import Kind, load_model, make_run
 
 PROJECTS = Path(__file__).parents[1] / "helpers" / "other_projects"
@@ -261,6 +261,16 @@ CONVERTED = {"axolotl": "qlora-alpaca.yml", "llama_factory": "lora-sft.yaml", "t
 CONVERTED |= {"accelerate": "fsdp-qlora.yaml"}
 
 
+def _make_int4(folder: Path) -> None:
+    make_checkpoint("llama", folder / "source", torch.float32, max_shard_size="1GB")
+    make_compressed(folder / "source", folder / "int4", "int4")
+    shutil.rmtree(folder / "source")
+
+
+def _load_int4(folder: Path) -> None:
+    load_model(folder / "int4")
+
+
 def _load_fp8(folder: Path) -> None:
     load_model(folder / "fp8")
 
@@ -269,6 +279,8 @@ KINDS_OF_RECORDS: dict[str, Kind] = {
     **{f"report's {name}": Kind(_make_run, name, _report) for name in REPORTED},
     "fp8 safetensors": Kind(_make_fp8, "fp8/model.safetensors", _load_fp8, is_text=False),
     "fp8's config.json": Kind(_make_fp8, "fp8/config.json", _load_fp8),
+    "int4 safetensors": Kind(_make_int4, "int4/model.safetensors", _load_int4, is_text=False),
+    "int4's config.json": Kind(_make_int4, "int4/config.json", _load_int4),
     "rows of a report": Kind(_make_report_rows, "rows.safetensors", _read_report_rows, is_text=False),
     "teacher's settings": Kind(_make_second_adapter, "adapter/adapter_config.json", _use_second_adapter),
     "teacher's weights": Kind(_make_second_adapter, f"adapter/{ADAPTER_WEIGHTS}", _use_second_adapter, is_text=False),

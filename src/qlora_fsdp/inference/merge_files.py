@@ -278,10 +278,18 @@ def _find_merged(merge: merge_weights.Merge) -> dict[str, list[StoredTensor]]:
     """The tensors of the base's files that the result has too, by the names of the files."""
     left_out = _find_left_out(merge)
     by_file: dict[str, list[StoredTensor]] = {}
+    scaled = {(tensor.file, tensor.offset): tensor for tensor in _scaled_tensors(merge)}
     for stored in merge.trained.files.tensors.values():
-        if stored.key not in left_out and not _is_state(stored.key):
-            by_file.setdefault(stored.file.name, []).append(stored)
+        values = scaled.get((stored.file, stored.offset), stored)  # a packed weight has the name of the weight there
+        if values.key not in left_out and not _is_state(values.key):
+            by_file.setdefault(values.file.name, []).append(values)
     return by_file
+
+
+def _scaled_tensors(merge: merge_weights.Merge) -> list[ScaledTensor]:
+    """The tensors of the base's files whose values are scaled by blocks."""
+    tensors = [tensor for assignment in merge.meta.assignments for tensor in assignment.stored_tensors]
+    return [tensor for tensor in tensors if isinstance(tensor, ScaledTensor)]
 
 
 def _check_quantized(merge: merge_weights.Merge) -> None:

@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import list_some
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
-from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, stored_tensors
+from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, format_of, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor, same_bytes
 from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.stored_quantization import (
@@ -50,6 +50,8 @@ def stored_formats(keys: Mapping[str, Stored]) -> dict[str, Format]:
             weight, state = key.split(".quant_state.")[0], read_quant_state(stored)
             double_quant = state.nested_offset is not None
             formats[weight.removesuffix(".weight")] = Format(state.quant_type, double_quant, state.blocksize)
+        elif (format := format_of(stored)) is not None:
+            formats[key.removesuffix(".weight")] = format
     return formats
 
 

@@ -16,10 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.layers.quantized.compressed import INT4_BOOK
+from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.safetensors_files import StoredTensor
-from qlora_fsdp.weights.scaled import ScaledTensor
+from qlora_fsdp.weights.scaled import FP4_BOOK, ScaledTensor
+
+INT4_GROUPS = (32, 64, 128)  # for which there are kernels (quant.group_size)
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,17 @@ def stored_tensors(stored: Stored) -> list[StoredTensor]:
     return [*tensors, *(tensor.scales for tensor in tensors if isinstance(tensor, ScaledTensor))]
 
 
+def is_scaled(stored: Stored) -> bool:
+    """Whether the files have its values scaled by blocks."""
+    return any(isinstance(tensor, ScaledTensor) for tensor in stored_tensors(stored))
+
+
 def turn_packed(name: str, stored: StoredTensor) -> Stored:
     """A tensor of the files as the model has it: MXFP4 holds the transposes of the model's matrices.
 
     So does `Mxfp4Dequantize` of transformers see it, the only reader of such files there.
     """
-    if not isinstance(stored, ScaledTensor) or not stored.is_packed:
+    if not isinstance(stored, ScaledTensor) or stored.book != FP4_BOOK:
         return stored
     num_matrices, height, width = stored.shape
     pieces = tuple(StoredRows(stored, index * height, height) for index in range(num_matrices))
@@ -108,6 +118,30 @@ def as_composed(stored: Stored) -> ComposedTensor:
     row_elements = stored.shape[-1] if len(stored.shape) > 1 else 1
     num_rows = math.prod(stored.shape) // max(1, row_elements)
     return ComposedTensor(stored.key, stored.shape, row_elements, (StoredRows(stored, 0, num_rows),))
+
+
+def format_of(stored: Stored) -> Format | None:
+    """The format of ours that has the same codes and scales as a tensor of compressed-tensors; None: there is none.
+
+    That of FP8 has a scale for each row. A scale for a whole weight is the one of each of its rows.
+    """
+    tensors = stored.tensors if isinstance(stored, ComposedTensor) else [stored]
+    formats = {_format_of_tensor(tensor) for tensor in tensors}
+    is_turned = isinstance(stored, ComposedTensor) and stored.is_transposed
+    return None if is_turned or len(formats) != 1 else formats.pop()
+
+
+def _format_of_tensor(stored: StoredTensor) -> Format | None:
+    if not isinstance(stored, ScaledTensor) or not stored.scales.key.endswith("_scale"):
+        return None
+    scale_dtype = stored.scales.dtype
+    if scale_dtype not in SCALE_DTYPES:
+        return None
+    if stored.book == INT4_BOOK and stored.block[1] in INT4_GROUPS:
+        return Format("int4", blocksize=stored.block[1], scale_dtype=scale_dtype)
+    if stored.dtype == torch.float8_e4m3fn and stored.block[1] == stored.shape[-1]:
+        return Format("fp8", scale_dtype=scale_dtype)
+    return None
 
 
 def _describe(stored: StoredTensor) -> str:
@@ -153,6 +187,13 @@ class Assignment:
     @property
     def is_quantized(self) -> bool:
         return isinstance(self.module, QuantizedLayer) and self.attribute == "weight"
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether its codes and scales are in the files as its layer has them, so that their bytes are taken."""
+        if self.stored_parts:
+            return True
+        return self.is_quantized and self.stored is not None and format_of(self.stored) == self.layer.format
 
     @property
     def layer(self) -> QuantizedLayer:

@@ -6,7 +6,7 @@ weight comes from one of three sources:
 
 - Tensors in full precision. They are cast to the model's dtype, and quantized if their layer is. Tensors in FP8 or
   MXFP4 are dequantized first.
-- Codes and scales that bitsandbytes has made. Their bytes are taken as they are.
+- Codes and scales that bitsandbytes or compressed-tensors has made. Their bytes are taken as they are.
 - No file (`model.weights=random`, or a new classification head). A matrix gets random numbers, a norm ones, and a bias
   zeros.
 
@@ -97,6 +97,8 @@ def fill_from_files(
     for assignment in assignments:
         if assignment.stored_parts:
             requests.extend(_prequantized_requests(assignment, finite))
+        elif assignment.keeps_codes:
+            requests.extend(_kept_requests(assignment, finite))
         else:
             requests.extend(_requests(assignment, device, dtype, finite))
     run_requests(requests, device, on_progress)
@@ -198,6 +200,26 @@ def _requests(
         RowRequest([_scales_of(span) for span in rows], scale_bytes, scales),
         RowRequest(spans, example.row_bytes * height, values),
     ]
+
+
+def _kept_requests(assignment: Assignment, finite: FiniteCheck) -> list[RowRequest]:
+    """Requests for this rank's rows of codes and scales that compressed-tensors has made.
+
+    Scales come first, as in `_requests`.
+    """
+    assert assignment.stored is not None
+    stored = as_composed(assignment.stored)
+    example = stored.pieces[0].stored
+    assert isinstance(example, ScaledTensor)
+    first, last = _local_rows_of(assignment.parameter, stored.row_elements, assignment.num_elements)
+    rows = _find_spans(stored.pieces, first, last)
+    scale_dtype = example.scales.dtype
+    scale_spans = [_scales_of(span) for span in rows]
+    scales = HoldScales(scale_dtype, rows)
+    codes = KeepCodes(assignment.layer, rows, scales, finite)
+    scale_bytes = example.scales_per_row * scale_dtype.itemsize
+    watched = finite.watch(scales, scale_spans, scale_dtype, scale_dtype)
+    return [RowRequest(scale_spans, scale_bytes, watched), RowRequest(rows, example.row_bytes, codes)]
 
 
 def _scales_of(span: Span) -> Span:
@@ -378,13 +400,46 @@ class Dequantize(Sink):
     def put(self, rows: Tensor, first_row: int) -> None:
         rows = rows.view(-1, self.stored.row_bytes)  # what comes may be whole matrices
         scales = self.scales.of(self.num_rows, len(rows))
-        values = dequantize_rows(rows.view(self.stored.dtype), scales, self.stored.block[1], self.dtype)
+        values = dequantize_rows(self.stored, rows.view(self.stored.dtype), scales, self.dtype)
         self.sink.put(values.view(torch.uint8), self.num_rows)
         self.num_rows += len(rows)
 
     def finish(self) -> None:
         self.scales.free()
         self.sink.finish()
+
+
+class KeepCodes(Sink):
+    """Writes codes and scales of compressed-tensors to a layer that has them in the same format.
+
+    Args:
+        layer: gets them.
+        rows: where this rank's rows lie.
+        scales: has their scales, which come before them.
+        finite: looks at codes that may stand for NaN, as those of FP8.
+    """
+
+    def __init__(self, layer: QuantizedLayer, rows: Sequence[Span], scales: HoldScales, finite: FiniteCheck) -> None:
+        self.format = layer.format
+        self.stored = [span.stored for span in rows]
+        self.scales = scales
+        self.finite = finite
+        self.codes = local_tensor(layer.codes)
+        self.own_scales = local_tensor(layer.scales)
+
+    def put(self, rows: Tensor, first_row: int) -> None:
+        codes = rows.view(torch.uint8).view(-1, self.stored[0].row_bytes)
+        if self.format.is_4bit:
+            codes = (codes << 4) | (codes >> 4)  # the first of two codes is in the low half there
+        else:
+            self.finite.note(self.stored, torch.bfloat16, codes.view(torch.float8_e4m3fn).bfloat16())
+        some = slice(first_row, first_row + len(codes))
+        scales = self.scales.of(first_row, len(codes))
+        _write(self.codes[some], self.format.pack(codes))
+        _write(self.own_scales[some], self.format.pack_scales(scales))
+
+    def finish(self) -> None:
+        self.scales.free()
 
 
 class Pack(Sink):

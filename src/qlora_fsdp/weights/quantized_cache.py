@@ -76,7 +76,7 @@ def use_cache(
     Raises:
         CheckpointError: the entry lacks tensors, although it is the one that was written.
     """
-    read = [a for a in assignments if a.is_quantized and a.stored is not None and not a.stored_parts]
+    read = [a for a in assignments if a.is_quantized and a.stored is not None and not a.keeps_codes]
     chosen = [a for a in read if a.layer.format.is_bitsandbytes]
     if not chosen:
         reason = "it is for bitsandbytes' formats" if read else "nothing is read that has to be quantized"

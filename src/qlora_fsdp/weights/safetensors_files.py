@@ -32,6 +32,7 @@ DTYPES = {
     "F32": torch.float32,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,

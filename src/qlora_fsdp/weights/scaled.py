@@ -1,19 +1,23 @@
-"""Tensors of FP8 and MXFP4 checkpoints, whose values are scaled by blocks; the scales are tensors of their own.
+"""Tensors of FP8, MXFP4 and int4 checkpoints, whose values are scaled by blocks; the scales are tensors of their own.
 
 FP8 (`quant_method` "fp8", as of DeepSeek-V3): float8_e4m3fn weights `W` with `W_scale_inv`, a float32 scale (or a power
 of two in one byte) for each block of 128 x 128 weights, or one for the whole weight.
 MXFP4 ("mxfp4", as of gpt-oss; Open Compute Project, Microscaling Formats, version 1.0): `W_blocks`, two 4-bit floats a
 byte with the first in the low half, and `W_scales`, a power of two for each 32 weights of a row. The files have each
 expert's matrix as the transpose of the model's.
+compressed-tensors ("compressed-tensors", as vLLM's users have them): int4 as `W_packed`, eight integers from -8 to 7 in
+an int32, each plus 8 and the first in the lowest bits, with `W_scale`, one for a group of a row; and FP8 as above, with
+`W_scale` for the whole weight, for each row or for each block.
 
 Rows are dequantized while they are read, as transformers does it when it loads such files with `dequantize=True`: the
-products are taken in float32, and rounded to the compute dtype. They are then quantized like any others.
+products are taken in float32, and rounded to the compute dtype. They are then quantized like any others. But where a
+format of ours has the same codes and scales, these are kept as they are (`composed.format_of`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,16 +26,28 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.common.text import list_some
+from qlora_fsdp.common.text import list_some, shorten
+from qlora_fsdp.layers.quantized.compressed import INT4_BOOK
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # By the quant_method of a config's quantization_config: how the names of values end, and those of their scales.
 ENDINGS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
-METHODS = tuple(ENDINGS)
+COMPRESSED = "compressed-tensors"
+METHODS = (*ENDINGS, COMPRESSED)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of a 4-bit float without its sign, which is the highest bit
 MXFP4_BLOCK = 32
 VALUES_A_TIME = 2**22  # dequantized at a time: 16 MiB in float32
-UNUSED = (".activation_scale", "_activation_scale")  # of inputs in FP8, which are not used here
+FP4_BOOK = (*E2M1, *(-value for value in E2M1))
+# Of inputs in FP8, which are not used here, and the shape of a packed weight, which that of its scales tells too.
+UNUSED = (".activation_scale", "_activation_scale", ".input_scale", ".weight_shape")
+# What compressed-tensors writes beside codes that mean something else than the product with their scale.
+MORE_PARTS = {
+    "_zero_point": "it is asymmetric (it has zero points)",
+    "_g_idx": "its columns are in another order (actorder)",
+    "_global_scale": "its scales have a scale (nvfp4)",
+}
+# The weights of compressed-tensors' schemes that are read, by their type, bits and whether they are symmetric.
+SCHEMES = (("int", 4, True), ("float", 8, True))
 
 
 @dataclass(frozen=True)
@@ -41,10 +57,12 @@ class ScaledTensor(StoredTensor):
     Attributes:
         scales: [..., rows of blocks, columns of blocks] with the leading dims of the values; or one element.
         block: rows and columns of the values that share a scale; the last blocks may be smaller.
+        book: the values of codes of 4 bits; none of FP8.
     """
 
     scales: StoredTensor
     block: tuple[int, int]
+    book: tuple[float, ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -70,7 +88,7 @@ class ScaledTensor(StoredTensor):
 
 
 def attach_scales(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of an FP8 or MXFP4 checkpoint, each with its scales.
+    """The tensors of a checkpoint whose values are scaled by blocks, each with its scales.
 
     Args:
         tensors: as in the files.
@@ -80,6 +98,8 @@ def attach_scales(tensors: Mapping[str, StoredTensor], quantization: Mapping[str
         CheckpointError: tensors lack their scales, or these do not fit; all are listed.
     """
     method, found = quantization["quant_method"], dict[str, StoredTensor]()
+    if method == COMPRESSED:
+        return _attach_compressed(tensors, quantization)
     values_end, scales_end = ENDINGS[method]
     problems = []
     for key, stored in tensors.items():
@@ -98,13 +118,97 @@ def attach_scales(tensors: Mapping[str, StoredTensor], quantization: Mapping[str
                 problems.append(f"{scales.key} {_describe(scales)} does not fit {key} {_describe(stored)}")
             else:
                 found[name] = made
+    _raise_if_any(method, problems)
+    return found
+
+
+def _raise_if_any(method: str, problems: Sequence[str]) -> None:
     if problems:
         raise CheckpointError(
             f"The checkpoint is in {method}, and {len(problems)} of its tensors can't be "
             f"dequantized. Copy or download it again, or set model.path to the model in full precision:\n"
             f"{list_some(problems)}"
         )
+
+
+def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """`attach_scales` for a checkpoint of compressed-tensors. A packed weight gets the name of the weight."""
+    _check_schemes(quantization)
+    found: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    for key, stored in tensors.items():
+        is_packed = key.endswith("_packed")
+        name = key.removesuffix("_packed") if is_packed else key
+        if key.endswith(UNUSED) or _belongs_to_weight(key, tensors):
+            continue
+        scales = tensors.get(f"{name}_scale")
+        if scales is None and not is_packed and stored.dtype.itemsize > 1:
+            found[key] = stored
+            continue
+        others = [reason for end, reason in MORE_PARTS.items() if f"{name}{end}" in tensors]
+        made = None
+        if scales is not None and not others:
+            made = _int4(stored, scales) if is_packed else _fp8(stored, scales, {})
+        if made is not None:
+            found[name] = replace(made, key=name)
+        elif others:
+            problems.append(f"{key}: {others[0]}")
+        elif scales is None:
+            problems.append(f"{key} has no {name}_scale")
+        else:
+            problems.append(f"{scales.key} {_describe(scales)} does not fit {key} {_describe(stored)}")
+    _raise_if_any(COMPRESSED, problems)
     return found
+
+
+def _belongs_to_weight(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is a part of a weight that is in the files: its scales, or what is not known here."""
+    for end in ("_scale", *MORE_PARTS):
+        weight = key.removesuffix(end)
+        if weight != key and (weight in tensors or f"{weight}_packed" in tensors):
+            return True
+    return False
+
+
+def _check_schemes(quantization: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of compressed-tensors some of whose layers are quantized in another way than any here.
+
+    Raises:
+        CheckpointError: it says so, or does not say how they are quantized.
+    """
+    groups = quantization.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    problems: list[str] = []
+    for scheme in schemes:
+        weights = scheme.get("weights") if isinstance(scheme, dict) else None
+        if not isinstance(weights, dict):
+            problems.append("a group of layers whose weights are not described")
+            continue
+        kind = (weights.get("type", "int"), weights.get("num_bits", 8), weights.get("symmetric", True))
+        if kind not in SCHEMES:
+            symmetry = "symmetric" if kind[2] else "asymmetric"
+            problems.append(shorten(f"weights of {kind[1]} bits of type {kind[0]}, {symmetry}"))
+    if problems or not schemes:
+        what = problems[0] if problems else "no config_groups"
+        raise CheckpointError(
+            f"The checkpoint is in {COMPRESSED}, and its quantization_config has {what}. Symmetric int4 and float8 "
+            "are read. Set model.path to the model in full precision."
+        )
+
+
+def _int4(packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
+    """An int4 tensor with its scales; None if they do not fit."""
+    if packed.dtype != torch.int32 or len(packed.shape) != 2 or len(scales.shape) != 2:
+        return None
+    if not scales.dtype.is_floating_point or scales.dtype.itemsize == 1:
+        return None
+    rows = packed.shape[0]
+    columns = packed.shape[1] * 8
+    num_groups = scales.shape[1]
+    if scales.shape[0] != rows or num_groups == 0 or columns % num_groups or columns // num_groups % 2:
+        return None
+    codes = replace(packed, dtype=torch.uint8)
+    return _scaled(codes, (rows, columns), scales, (1, columns // num_groups), INT4_BOOK)
 
 
 def _fp8(stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, Any]) -> ScaledTensor | None:
@@ -128,7 +232,7 @@ def _fp8(stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, 
             return None
     is_exponent = scales.dtype == torch.float8_e8m0fnu  # of two, in one byte
     scales = replace(scales, shape=grid, dtype=torch.uint8 if is_exponent else scales.dtype)
-    return _scaled(stored, stored.shape, scales, (block[0], block[1]))
+    return _scaled(stored, stored.shape, scales, (block[0], block[1]), ())
 
 
 def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
@@ -138,32 +242,39 @@ def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
     if blocks.shape[-1] != MXFP4_BLOCK // 2 or scales.shape != blocks.shape[:-1]:
         return None
     num_experts, rows, num_blocks, _ = blocks.shape
-    return _scaled(blocks, (num_experts, rows, num_blocks * MXFP4_BLOCK), scales, (1, MXFP4_BLOCK))
+    return _scaled(blocks, (num_experts, rows, num_blocks * MXFP4_BLOCK), scales, (1, MXFP4_BLOCK), FP4_BOOK)
 
 
-def _scaled(stored: StoredTensor, shape: tuple[int, ...], scales: StoredTensor, block: tuple[int, int]) -> ScaledTensor:
-    return ScaledTensor(stored.key, stored.file, stored.offset, shape, stored.dtype, scales, block)
+def _scaled(
+    stored: StoredTensor,
+    shape: tuple[int, ...],
+    scales: StoredTensor,
+    block: tuple[int, int],
+    book: tuple[float, ...],
+) -> ScaledTensor:
+    return ScaledTensor(stored.key, stored.file, stored.offset, shape, stored.dtype, scales, block, book)
 
 
 def _describe(stored: StoredTensor) -> str:
     return f"({str(stored.dtype).removeprefix('torch.')} {list(stored.shape)})"
 
 
-def dequantize_rows(rows: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def dequantize_rows(stored: ScaledTensor, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a scaled tensor in `dtype`.
 
     Args:
-        rows: uint8 [n, row_bytes], packed 4-bit floats; or float8_e4m3fn [n, values].
-        scales: [n, scales], one for each `columns` values of a row: floats, or uint8 exponents of two.
-        columns: columns of a block.
+        stored: tells what codes of 4 bits mean, and how many columns a block has.
+        rows: uint8 [n, row_bytes], packed codes of 4 bits; or float8_e4m3fn [n, values].
+        scales: [n, scales], one for each block of a row: floats, or uint8 exponents of two.
         dtype: the dtype of the result [n, values].
     """
+    columns = stored.block[1]
     num_values = rows.shape[1] * (2 if rows.dtype == torch.uint8 else 1)
     out = torch.empty(len(rows), num_values, dtype=dtype, device=rows.device)
     step = max(1, VALUES_A_TIME // max(1, num_values))
     for part in range(0, len(rows), step):
         some = slice(part, part + step)
-        values = _unpack(rows[some]) if rows.dtype == torch.uint8 else rows[some].float()
+        values = _unpack(rows[some], stored.book) if rows.dtype == torch.uint8 else rows[some].float()
         factors = (scales[some].float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales[some].float()
         whole = num_values // columns * columns
         values[:, :whole].unflatten(1, (-1, columns)).mul_(factors[:, : num_values // columns, None])
@@ -172,15 +283,15 @@ def dequantize_rows(rows: Tensor, scales: Tensor, columns: int, dtype: torch.dty
     return out
 
 
-def _unpack(rows: Tensor) -> Tensor:
-    """4-bit floats, two a byte: uint8 [n, bytes] -> float32 [n, 2 * bytes]."""
-    return _pairs(rows.device)[rows.int()].flatten(1)
+def _unpack(rows: Tensor, book: tuple[float, ...]) -> Tensor:
+    """Codes of 4 bits, two a byte: uint8 [n, bytes] -> float32 [n, 2 * bytes]."""
+    return _pairs(book, rows.device)[rows.int()].flatten(1)
 
 
 @cache
-def _pairs(device: torch.device) -> Tensor:
+def _pairs(book: tuple[float, ...], device: torch.device) -> Tensor:
     """The two values of each byte: float32 [256, 2]."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    values = torch.tensor(book)
     codes = torch.arange(256)
     return torch.stack([values[codes % 16], values[codes // 16]], 1).to(device)
 
@@ -194,7 +305,7 @@ def read_dequantized(stored: ScaledTensor, dtype: torch.dtype) -> Iterator[Tenso
         last = min(num_rows, first + step)
         rows = _read(stored, first * stored.row_bytes, (last - first) * stored.row_bytes).view(value_dtype)
         some = scales[stored.scale_rows(first, last)]
-        yield dequantize_rows(rows.view(last - first, -1), some, stored.block[1], dtype)
+        yield dequantize_rows(stored, rows.view(last - first, -1), some, dtype)
 
 
 def _read(stored: StoredTensor, start: int, num_bytes: int) -> Tensor:

@@ -170,11 +170,20 @@ class Format:
 
     def _quantize_compressed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The same in a format of compressed-tensors."""
-        if not self.is_4bit:
+        if self.is_4bit:
+            codes, scales = quantize_int4(weight, self.blocksize, self.scale_dtype)
+        else:
             codes, scales = quantize_fp8(weight, self.scale_dtype)
-            return self.pack(codes), scales.float()
-        codes, scales = quantize_int4(weight, self.blocksize, self.scale_dtype)
-        return self.pack(codes), _pack(scales, torch.float32)
+            scales = scales.unsqueeze(1)
+        return self.pack(codes), self.pack_scales(scales)
+
+    def pack_scales(self, scales: Tensor) -> Tensor:
+        """Scales of compressed-tensors as `parts` has them.
+
+        Args:
+            scales: `scale_dtype` [rows, in_features / blocksize] for int4, [rows, 1] for fp8.
+        """
+        return _pack(scales, torch.float32) if self.is_4bit else scales[:, 0].float()
 
     def quantize_scales(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
         """Double quantization: quantize the scales of a whole weight.

@@ -1,0 +1,193 @@
+"""Checkpoints of compressed-tensors, in int4 and fp8: a model is trained on their own codes, and not on rounded ones.
+
+They are made by the package compressed-tensors, and the reference reads them by stock transformers. A test is skipped
+where the package is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qlora_fsdp import merge
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.sizes import PIECE_BYTES
+from qlora_fsdp.config.schema import QuantConfig
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressed import package_parts
+from tests.helpers.experts import as_bytes, build, load, make_experts
+from tests.helpers.ranks import Meeting, run_ranks
+from tests.helpers.reference import stock_losses
+from tests.helpers.runs import settings, train_all
+from tests.helpers.scaled_checkpoints import load_dequantized, make_compressed
+
+pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
+pytestmark = pytest.mark.distributed
+# By the name of a checkpoint: what it is made of, its format and group size.
+CASES = {
+    "int4": ("llama", "int4", 32),
+    "int4 in groups of 64": ("llama", "int4", 64),
+    "fp8": ("llama", "fp8", 0),
+    "experts in int4": ("qwen3_moe", "int4", 32),
+    "experts in fp8": ("qwen3_moe", "fp8", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("sources")
+    return {"llama": make_checkpoint("llama", base / "llama"), "qwen3_moe": make_experts("qwen3_moe", base / "moe")}
+
+
+@pytest.fixture(scope="module")
+def folders(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("kept")
+    return {
+        case: make_compressed(sources[source], base / case.replace(" ", "-"), name, group_size)
+        for case, (source, name, group_size) in CASES.items()
+    }
+
+
+def count_wrong_parts(folders: dict[str, Path], sources: dict[str, Path]) -> dict[str, tuple[int, int]]:
+    """By checkpoint: how many weights are kept in codes, and in how many codes or scales differ from the package's."""
+    Meeting.new_port()
+    processes = start_processes(60)
+    counts: dict[str, tuple[int, int]] = {}
+    try:
+        for case, folder in folders.items():
+            full = dict(AutoModelForCausalLM.from_pretrained(sources[CASES[case][0]]).named_parameters())
+            meta = build(folder, QuantConfig())
+            kept = [assignment for assignment in meta.assignments if assignment.keeps_codes]
+            found = load(meta, meta.assignments, processes, PIECE_BYTES if processes.num_ranks == 1 else 3000)
+            num_wrong = 0
+            for assignment in kept:
+                weight = full[assignment.name].detach()
+                for part, expected in package_parts(weight.flatten(0, -2), assignment.layer.format).items():
+                    num_rows = assignment.layer.out_features
+                    wanted = as_bytes(expected).view(num_rows, -1)
+                    own = found[f"{assignment.name}.{part}"].view(num_rows, -1)
+                    num_wrong += not own[:, : wanted.shape[1]].equal(wanted)  # a row may be filled up
+            counts[case] = (len(kept), num_wrong)
+        return counts
+    finally:
+        stop_processes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_codes_and_scales_are_those_of_the_files(folders, sources, num_ranks: int):
+    for counts in run_ranks(num_ranks, count_wrong_parts, folders, sources):
+        assert {case: num_kept for case, (num_kept, _) in counts.items()} == {
+            case: 14 if source == "llama" else 12 for case, (source, *_) in CASES.items()
+        }
+        assert not any(num_wrong for _, num_wrong in counts.values()), counts
+
+
+@pytest.fixture(scope="module")
+def exact(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Checkpoints with scales in float32, and what stock transformers dequantizes of them: it does so in that dtype."""
+    base = tmp_path_factory.mktemp("exact")
+    pairs: dict[str, tuple[Path, Path]] = {}
+    for name in ("int4", "fp8"):
+        folder = make_compressed(sources["llama"], base / name, name, scale_dtype=torch.float32)
+        load_dequantized(folder, torch.float32).save_pretrained(base / f"{name}-twin")
+        pairs[name] = (folder, base / f"{name}-twin")
+    return pairs
+
+
+def test_losses_are_those_of_stock_libraries(exact, rows: Path, tmp_path: Path):
+    float32 = ["training.precision=float32"]
+    runs = {
+        name: settings(folder, rows, *float32, f"run.folder={tmp_path / name}") for name, (folder, _) in exact.items()
+    }
+    for trained in run_ranks(2, train_all, runs):
+        for name, (_, twin) in exact.items():
+            expected = stock_losses(settings(twin, rows, *float32, "quant=none"))
+            assert trained[name].losses == pytest.approx(expected, abs=1e-5)
+            log = (tmp_path / name / "train.log").read_text()
+            assert f"the checkpoint is already quantized ({name}): its bytes are taken as they are" in log
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_an_adapter_is_merged_into_the_values_of_the_codes(exact, name: str, tmp_path: Path):
+    folder, twin = exact[name]
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = adapted.merge_and_unload().state_dict()
+    arguments = [f"adapter={tmp_path / 'adapter'}", f"model.path={folder}", "model.tokenizer_path=bytes"]
+    assert merge.main([*arguments, f"out={tmp_path / 'out'}", "report=false"]) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert merged.keys() == expected.keys()
+    for key, tensor in expected.items():  # rounded to 16 bits, up or down
+        torch.testing.assert_close(merged[key], tensor, rtol=2**-7, atol=1e-6)
+
+
+def changed(folder: Path, out: Path, tensors: dict[str, Tensor], weights: dict[str, object] | None = None) -> Path:
+    """A copy with more or other tensors, and other words about how weights are quantized."""
+    shutil.copytree(folder, out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for key, tensor in tensors.items():
+        file = out / index["weight_map"].setdefault(key, "more.safetensors")
+        save_file({**(load_file(file) if file.exists() else {}), key: tensor}, file, {"format": "pt"})
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= weights or {}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "weights", "message"),
+    [
+        ({f"{LAYER}.weight_zero_point": torch.zeros(8, 4, dtype=torch.int32)}, {}, "it is asymmetric (it has zero"),
+        ({f"{LAYER}.weight_g_idx": torch.zeros(64, dtype=torch.int32)}, {}, "columns are in another order (actorder)"),
+        ({f"{LAYER}.weight_scale": torch.ones(3, 2)}, {}, "(float32 [3, 2]) does not fit"),
+        ({}, {"num_bits": 8}, "weights of 8 bits of type int, symmetric"),
+        ({}, {"symmetric": False}, "weights of 4 bits of type int, asymmetric"),
+        ({}, {"type": "float"}, "weights of 4 bits of type float, symmetric"),
+    ],
+)
+def test_what_is_stored_otherwise_is_refused(folders, tmp_path: Path, tensors, weights, message: str):
+    folder = changed(folders["int4"], tmp_path / "changed", tensors, weights)
+    with pytest.raises(CheckpointError) as caught:
+        build(folder, QuantConfig())
+    assert message in str(caught.value)
+    assert "Set model.path" in str(caught.value) or "set model.path" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["int4", "fp8"])
+def test_values_that_are_not_finite_are_told(folders, tmp_path: Path, case: str):
+    """Scales of int4, and codes of fp8."""
+    name = f"{LAYER}.weight_scale" if case == "int4" else f"{LAYER}.weight"
+    (whole,) = [found[name] for file in folders[case].glob("*.safetensors") if name in (found := load_file(file))]
+    bad = whole.float()
+    bad[3, 0] = float("nan")
+    folder = changed(folders[case], tmp_path / "changed", {name: bad.to(whole.dtype)})
+    (said,) = run_ranks(1, refuse_loading, folder)
+    assert f"{LAYER}.weight" in said and "NaN or infinite value" in said
+
+
+def refuse_loading(folder: Path) -> str:
+    Meeting.new_port()
+    processes = start_processes(60)
+    try:
+        meta = build(folder, QuantConfig())
+        with pytest.raises(CheckpointError) as caught:
+            load(meta, meta.assignments, processes)
+        return str(caught.value)
+    finally:
+        stop_processes()
