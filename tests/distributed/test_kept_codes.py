@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp import merge
 from qlora_fsdp.common.errors import CheckpointError
@@ -114,6 +114,35 @@ def test_losses_are_those_of_stock_libraries(exact, rows: Path, tmp_path: Path):
             assert trained[name].losses == pytest.approx(expected, abs=1e-5)
             log = (tmp_path / name / "train.log").read_text()
             assert f"the checkpoint is already quantized ({name}): its bytes are taken as they are" in log
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_experts_are_merged_as_by_peft(sources, quantize: str | None, tmp_path: Path):
+    """In 16 bits, and to codes again: rounded up or down, which moves a weight by less than a step."""
+    folder = make_compressed(sources["qwen3_moe"], tmp_path / "base", "int4", scale_dtype=torch.float32)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    torch.manual_seed(0)
+    model = load_dequantized(folder, torch.float32).float()
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = adapted.merge_and_unload().state_dict()
+    arguments = [f"adapter={tmp_path / 'adapter'}", f"model.path={folder}", "model.tokenizer_path=bytes"]
+    arguments += [f"out={tmp_path / 'out'}", "report=false", "training.precision=bfloat16"]
+    assert merge.main([*arguments, *([] if quantize is None else [f"quantize={quantize}"])]) == 0
+    loaded = load_dequantized(tmp_path / "out", torch.float32) if quantize else load_plain(tmp_path / "out")
+    found = loaded.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        allowed = 2**-6
+        if quantize is not None and "_proj" in key:
+            allowed = 2 / 15
+        error = (found[key].float() - tensor).abs().max()
+        assert error <= allowed * tensor.abs().max(), key
+
+
+def load_plain(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8"])

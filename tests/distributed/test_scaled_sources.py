@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp import merge
 from qlora_fsdp.common.sizes import PIECE_BYTES
@@ -85,11 +86,31 @@ def test_training_and_merging_are_those_of_the_dequantized_model(folders, rows: 
         assert all(merged["fp8"][key].equal(tensor) for key, tensor in merged["twin"].items())
 
 
-def test_experts_that_are_scaled_are_not_merged(folders, rows: Path, tmp_path: Path, capsys):
-    run = tmp_path / "run"
-    more = ["training.max_steps=1", f"run.folder={run}", "lora=attention", "quant=none"]
-    argv = settings(folders["mxfp4"], rows, *more, packing=False)
-    run_ranks(1, train_all, {"run": argv})
-    assert merge.main([f"adapter={run / 'adapter'}", f"out={tmp_path / 'out'}"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "has 4 weights in other tensors than the model, such as model.layers.0.mlp.experts.gate_up_proj" in said
+def adapted_by_peft(model: PreTrainedModel, parameters: list[str], folder: Path) -> PreTrainedModel:
+    """Saves stock PEFT's adapter of some experts' weights, with random matrices. Returns what PEFT merges."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(folder)
+    return adapted.merge_and_unload()
+
+
+@pytest.mark.parametrize("case", ["experts", "mxfp4"])
+def test_experts_that_are_scaled_are_merged_as_by_peft(folders, case: str, tmp_path: Path):
+    """The result has the experts in 16 bits, as the model has them."""
+    model = load_dequantized(folders[case], torch.float32).float()  # experts come in 16 bits all the same
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    merged = adapted_by_peft(model, experts, tmp_path / "adapter").state_dict()
+    arguments = [f"adapter={tmp_path / 'adapter'}", f"model.path={folders[case]}", "model.tokenizer_path=bytes"]
+    more = ["training.precision=bfloat16", "report=false"]
+    assert merge.main([*arguments, f"out={tmp_path / 'out'}", *more]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert found.keys() == merged.keys()
+    base = load_dequantized(folders[case], torch.float32).state_dict()
+    num_changed = 0
+    for name, expected in merged.items():
+        # Rounded to 16 bits, up or down. The reference has rounded the base's experts before, too.
+        torch.testing.assert_close(found[name], expected, rtol=2**-7, atol=2**-8 * float(base[name].abs().max()))
+        num_changed += not found[name].equal(base[name].bfloat16().float())
+    num_layers = model.config.num_hidden_layers
+    assert num_changed == 3 * num_layers, "q_proj and two weights of experts of each layer"

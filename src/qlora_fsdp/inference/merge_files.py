@@ -266,8 +266,10 @@ def _find_left_out(merge: merge_weights.Merge) -> set[str]:
     for assignment in assignments.values():
         left_out |= {tensor.key for tensor in assignment.stored_tensors if tensor is not assignment.stored}  # scales
         left_out.update(assignment.copies)  # of a tied table, which is written once
-        if isinstance(assignment.stored, ScaledTensor):
-            left_out |= {key for key in all_tensors if key.endswith(UNUSED)}
+    scaled = _scaled_tensors(merge)
+    if scaled:
+        left_out |= {tensor.scales.key for tensor in scaled}
+        left_out |= {key for key in all_tensors if key.endswith(UNUSED)}
     if merge.meta.head:  # of a classifier: the base has a head of its own, which nothing uses
         used = {*assignments, *merge_weights.find_uses(merge.meta.assignments)}
         left_out |= all_tensors.keys() - used
@@ -344,7 +346,7 @@ def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weight
     """Tensors of the files that the model splits or joins stay as they are, and so have no codes and no new rows.
 
     Raises:
-        CheckpointError: some would get them; or some are scaled by blocks, as nothing in the result is.
+        CheckpointError: some would get them.
     """
     names: list[str] = []
     for assignment in merge.meta.assignments:
@@ -352,8 +354,7 @@ def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weight
             continue
         gets_codes = merge.format is not None and isinstance(assignment.module, QuantizedLinear)
         gets_rows = bool(changes.get(assignment.name, NO_CHANGE).token_ids)
-        is_scaled = any(isinstance(tensor, ScaledTensor) for tensor in assignment.stored_tensors)
-        if gets_codes or gets_rows or is_scaled:
+        if gets_codes or gets_rows:
             names.append(assignment.name)
     if names:
         raise CheckpointError(

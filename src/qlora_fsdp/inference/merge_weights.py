@@ -193,8 +193,12 @@ class WeightMerger:
         return weight.to(dtype)
 
     def merged_pieces(self, stored: StoredTensor, uses: Sequence[PieceUse]) -> Tensor:
-        """A tensor of the files with the changes of all weights of which it is a part; on the CPU."""
-        tensor = _read_tensor(stored)
+        """A tensor of the files with the changes of all weights of which it is a part; on the CPU.
+
+        One that is scaled by blocks becomes one as the model has it, of values in 16 bits.
+        """
+        is_turned = isinstance(stored, ScaledTensor) and stored.is_turned  # MXFP4, which is exact in 16 bits
+        tensor = _read_tensor(stored, self.merge.dtype if is_turned else torch.float32)
         for assignment, piece, first_row in uses:
             if assignment.name not in self.changes and not self._is_dequantized(assignment):
                 continue
@@ -206,10 +210,12 @@ class WeightMerger:
                 continue
             height = composed.shape[-1]  # whole matrices [height, row_elements], of which the model has the transposes
             turned = rows.view(-1, height, composed.row_elements).mT
-            matrix = turned.reshape(-1, height)
+            matrix = turned.reshape(-1, height).contiguous()
             self._merge_rows(assignment, first_row, matrix)
             turned.copy_(matrix.view(turned.shape))
-        return tensor
+        if is_turned:
+            return tensor.mT.contiguous()
+        return tensor.to(self.merge.dtype) if isinstance(stored, ScaledTensor) else tensor
 
     def codes(self, stored: StoredTensor, use: PieceUse) -> dict[str, Tensor]:
         """The tensors of the result for a tensor of the files that becomes codes (`find_codes`); on the CPU.
@@ -422,14 +428,19 @@ def find_codes(merge: Merge) -> dict[str, PieceUse]:
     return found
 
 
-def _read_tensor(stored: StoredTensor) -> Tensor:
-    """The whole tensor, on the CPU; one that is scaled by blocks in float32.
+def _read_tensor(stored: StoredTensor, dtype_of_scaled: torch.dtype = torch.float32) -> Tensor:
+    """The whole tensor, on the CPU; one that is scaled by blocks in a dtype of choice.
 
     Raises:
         CheckpointError: it has NaN or infinite values.
     """
     if isinstance(stored, ScaledTensor):
-        values = torch.cat(list(read_dequantized(stored, torch.float32))).view(stored.shape)
+        values = torch.empty(stored.shape, dtype=dtype_of_scaled)
+        rows = values.view(-1, stored.shape[-1])
+        start = 0
+        for some in read_dequantized(stored, dtype_of_scaled):
+            rows[start : start + len(some)] = some
+            start += len(some)
     else:
         with safe_open(stored.file, "pt") as file:
             values = cast(Tensor, file.get_tensor(stored.key))

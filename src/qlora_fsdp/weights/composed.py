@@ -21,7 +21,7 @@ from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.safetensors_files import StoredTensor
-from qlora_fsdp.weights.scaled import FP4_BOOK, ScaledTensor
+from qlora_fsdp.weights.scaled import ScaledTensor
 
 INT4_GROUPS = (32, 64, 128)  # for which there are kernels (quant.group_size)
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,7 +104,7 @@ def turn_packed(name: str, stored: StoredTensor) -> Stored:
 
     So does `Mxfp4Dequantize` of transformers see it, the only reader of such files there.
     """
-    if not isinstance(stored, ScaledTensor) or stored.book != FP4_BOOK:
+    if not isinstance(stored, ScaledTensor) or not stored.is_turned:
         return stored
     num_matrices, height, width = stored.shape
     pieces = tuple(StoredRows(stored, index * height, height) for index in range(num_matrices))

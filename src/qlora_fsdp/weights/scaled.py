@@ -54,6 +54,8 @@ SCHEMES = (("int", 4, True), ("float", 8, True))
 class ScaledTensor(StoredTensor):
     """A tensor whose values are scaled by blocks. `shape` is that of the values, of which a byte may hold two.
 
+    Its key is the name of the values, which that of packed codes in the files may differ from.
+
     Attributes:
         scales: [..., rows of blocks, columns of blocks] with the leading dims of the values; or one element.
         block: rows and columns of the values that share a scale; the last blocks may be smaller.
@@ -76,6 +78,11 @@ class ScaledTensor(StoredTensor):
     def is_packed(self) -> bool:
         """Whether a byte holds two values of 4 bits."""
         return self.dtype == torch.uint8
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether its matrices are the transposes of the model's, as MXFP4's are."""
+        return self.book == FP4_BOOK
 
     @property
     def scales_per_row(self) -> int:
@@ -117,7 +124,7 @@ def attach_scales(tensors: Mapping[str, StoredTensor], quantization: Mapping[str
             if made is None:
                 problems.append(f"{scales.key} {_describe(scales)} does not fit {key} {_describe(stored)}")
             else:
-                found[name] = made
+                found[name] = replace(made, key=name)
     _raise_if_any(method, problems)
     return found
 
