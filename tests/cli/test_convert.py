@@ -171,6 +171,7 @@ EXPECTED = {
         "data.chat_template": "chatml",
     },
     "llama_factory/lora-sft": {
+        "data.format": "messages",
         "data.path": ["data/identity.json", "data/alpaca_en_demo.json"],
         "data.max_rows": 1000,
         "quant.load_in_4bit": False,
@@ -207,7 +208,10 @@ EXPECTED = {
         "training.seed": 7,
     },
     "llama_factory/mixed-streaming": {
-        "data.mix": {"data/identity.json": {"weight": 0.3}, "data/alpaca_en_demo.json": {"weight": 0.7}},
+        "data.mix": {
+            "data/identity.json": {"weight": 0.3, "format": "messages"},
+            "data/alpaca_en_demo.json": {"weight": 0.7, "format": "messages"},
+        },
         "data.mix_until": "shortest",
         "data.streaming": True,
         "lora.start": "saves/llama3-8b/lora/sft",
@@ -383,3 +387,21 @@ def test_numbers_in_quotes_are_numbers(tmp_path: Path) -> None:
     assert (training["learning_rate"], training["num_epochs"], training["global_batch_size"]) == (2e-4, 3, 2)
     assert (values["lora"]["r"], values["quant"]["load_in_4bit"], optim["warmup_steps"]) == (8, False, 10)
     assert (values["run"]["name"], task["neftune_noise_alpha"], task["loss_type"]) == ("1.10", 5, "dft")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ('format: "{instruction}"', {"columns": {"prompt": "question", "completion": "answer"}}),
+        ('format: "Q: {instruction}"', {"columns": {"instruction": "question", "output": "answer"}}),
+    ],
+)
+def test_prompts_without_words_of_a_format_stay_as_they_are(tmp_path: Path, more: str, expected: Any) -> None:
+    """And not in Alpaca's prompt. A format with words of its own is told."""
+    (tmp_path / "a.yml").write_text(
+        "base_model: a/b\ndatasets:\n- path: rows.jsonl\n  type:\n    field_instruction: question\n"
+        f"    field_output: answer\n    {more}\n"
+    )
+    written = convert_file(tmp_path / "a.yml")
+    assert {key: yaml.safe_load(written)["data"][key] for key in expected} == expected
+    assert ("format" in written) == ("Q:" in more)

@@ -90,6 +90,8 @@ def test_what_is_loaded_is_pefts_model_and_writes_what_stock_libraries_write(run
     assert model.complete([QUESTION, QUESTION], max_new_tokens=12, raw=True) == [text, text]
     with pytest.raises(ConfigError, match=r"task\.name=causal_lm writes text"):
         model.predict([{"text": "a"}])
+    with pytest.raises(ConfigError, match="prompts is one text, and not a list of them"):
+        model.complete(QUESTION)
     # A second one in the same process, quantized as it was trained.
     assert load(run.adapter).complete([QUESTION], max_new_tokens=2, raw=True)
 

@@ -6,6 +6,7 @@ rows for another task, rewards that fail, adapters in place of models, and files
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,7 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "lora.lora_alpha=-16"], ["lora.lora_alpha=-16.0 must be finite and greater than 0."]),
     ([*TRAIN, "checkpoint.every_steps=0"], ["checkpoint.every_steps=0 must be finite and at least 1."]),
     ([*TRAIN, "training.learning_rate=1e-4,2e-4"], ["gives several values to one run. For a sweep add -m."]),
-    ([*TRAIN, "optim.warmup_steps=100"], ["leaves no step after the warmup: training.max_steps=1."]),
+    ([*TRAIN, "optim.warmup_steps=100"], ["leaves no step after the warmup: the run has 1 step."]),
     ([*TRAIN, "training.early_stopping_patience=3"], ["has no effect without training.eval_every_steps."]),
     ([*TRAIN, "tracking.report_to=wandb"], ["must be a list such as [a,b]. Set tracking.report_to=[wandb]."]),
     ([*TRAIN, "run.name=../elsewhere"], ["run.name=../elsewhere is no name of a folder in outputs/.", "run.folder"]),
@@ -213,6 +214,22 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
         [*RUN, "data=semicolons.csv"],
         ["semicolons.csv has ';' between its columns", "Save it with commas as .csv"],
     ),
+    "rows packed under the name of text": (
+        [*RUN, "data=packed.jsonl"],
+        ["packed.jsonl is no text: by its first bytes it is packed by gzip (.gz). Give it the name of what it is."],
+    ),
+    "a word for a module that is near": (
+        [*RUN, "lora.target_modules=q_prj", "data=rows.jsonl"],
+        ["fits no module of LlamaForCausalLM. Did you mean lora.target_modules=[q_proj]?"],
+    ),
+    "an adapter's name with a letter less": (
+        ["generate", "adapter=outputs/sft/adaptr", "prompt=a"],
+        ["holds no adapter: there is no such folder. Did you mean adapter=outputs/sft/adapter?"],
+    ),
+    "resumed from a run that keeps no checkpoint": (
+        [*RUN[:-1], "data=rows.jsonl", "checkpoint.resume=outputs/labels"],
+        ["keeps checkpoints only with checkpoint.every_steps", "outputs/labels/adapter in place of checkpoint.resume"],
+    ),
     "a GGUF file": (
         [*RUN, "model.path=model.gguf", "data=rows.jsonl"],
         ["is a GGUF file, which is not read. Set model"],
@@ -338,6 +355,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "labels.jsonl", [{"text": f"{n}", "label": ("even", "odd")[n % 2]} for n in numbers])
     write_lines(folder / "sums.jsonl", [{"prompt": f"{n} + 1 = ", "answer": f"{n + 1}"} for n in numbers])
     (folder / "semicolons.csv").write_text("prompt;completion\na;b\n")
+    (folder / "packed.jsonl").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     (folder / "model.gguf").write_bytes(b"GGUF")
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "broken.py").write_text("def good(completions, **kwargs:\n    return 1\n")

@@ -249,9 +249,32 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
     for line in ("#SBATCH --time=1:00:00", "#SBATCH --qos=long", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue"):
         assert line in script.splitlines()
     assert not (Path("outputs") / "two" / "job.sbatch").exists()
+    assert "slurm.gpus_per_node is not set" in notes and "gpus" not in script
     for cores in ("slurm.cpus_per_task=16", "slurm.options=[--exclusive]"):
         assert main([*BASE, "hydra/launcher=slurm", *more, cores]) == 0
         assert "cpus_per_task" not in capsys.readouterr().err
+    for gpus in ("slurm.gpus_per_node=8", "slurm.options=['--gres=gpu:8']"):
+        assert main([*BASE, "hydra/launcher=slurm", *more, gpus]) == 0
+        assert "gpus_per_node" not in capsys.readouterr().err
+
+
+def test_a_container_sees_what_the_settings_name(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path_factory.mktemp("elsewhere") / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    typed = ["model=tiny", f"data.path={rows}", "run.folder=/shared/one", "launch.dry_run=true"]
+    assert main([*typed, "hydra/launcher=slurm", "slurm.container=my image.sqsh"]) == 0
+    script = capsys.readouterr().out
+    (line,) = [line for line in script.splitlines() if line.startswith("srun")]
+    options = dict(word.removeprefix("--").split("=", 1) for word in shlex.split(line.rstrip("\\")) if "=" in word)
+    here = str(Path.cwd())
+    assert (options["container-image"], options["container-workdir"]) == ("my image.sqsh", here)
+    mounts = options["container-mounts"].split(",")
+    assert all(source == target for source, target in (mount.split(":") for mount in mounts))
+    seen = {mount.split(":")[0] for mount in mounts}
+    assert {here, "/shared/one", str(rows)} <= seen
+    assert any("accelerate_configs" in path for path in seen)
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,29 @@ def test_what_has_a_known_structure_is_read(name: str):
     assert said(*read_row(row, DataFormat.auto, {})) == expected
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2 2?", "completion": "4"}, [("user", "2 2?"), ("assistant", "4")]),
+        ({"instruction": "Add.", "input": "2 2", "output": "4"}, [("user", "Add.\n2 2"), ("assistant", "4")]),
+        ({"instruction": "Add.", "input": "", "output": "4"}, [("user", "Add."), ("assistant", "4")]),
+        (
+            {"system": "Short.", "instruction": "So?", "output": "5", "history": [["2 2?", "4"]]},
+            [("system", "Short."), ("user", "2 2?"), ("assistant", "4"), ("user", "So?"), ("assistant", "5")],
+        ),
+        ({"messages": CHAT, "prompt": "a", "completion": "b"}, SAID),
+    ],
+)
+def test_two_texts_are_a_conversation_where_that_is_wanted(row: dict[str, Any], expected: list[Any]):
+    assert said(*read_row(row, DataFormat.messages, {})) == expected
+
+
+@pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": 3}, {"instruction": "a"}])
+def test_what_is_no_conversation_and_no_two_texts_is_refused(row: dict[str, Any]):
+    with pytest.raises(BadRow, match="no messages; keys are"):
+        read_row(row, DataFormat.messages, {})
+
+
 @pytest.mark.parametrize("name", ADVISED)
 def test_the_setting_that_is_named_reads_the_row(name: str):
     row, expected = ADVISED[name]

@@ -90,6 +90,8 @@ def read_layout(found: Row, data_format: DataFormat, columns: Mapping[str, str])
             row = {**row, key: read_turns(row[key])}
     if row.get("tools"):
         row = {**row, "tools": read_tools(_parse_tools(row["tools"]))}
+    if data_format is DataFormat.messages:
+        return _as_conversation(row), data_format
     if data_format in (DataFormat.auto, DataFormat.prompt_completion) and _asks_for_chat(row, columns):
         return _make_chat(row), DataFormat.messages
     return row, data_format
@@ -139,6 +141,23 @@ def _parse_tools(tools: Any) -> Any:
 def _asks_for_chat(row: Row, columns: Mapping[str, str]) -> bool:
     keys = REQUIRED_KEYS[DataFormat.prompt_completion]
     return any(key in columns for key in OF_CHATS) and all(isinstance(row.get(key), str) for key in keys)
+
+
+def _as_conversation(row: Row) -> Row:
+    """A row that is wanted as a conversation: one of two texts, or of Alpaca's, becomes a question and its answer."""
+    if any(key in row for key in TURNS):
+        return row
+    if all(isinstance(row.get(key), str) for key in REQUIRED_KEYS[DataFormat.prompt_completion]):
+        return _make_chat(row)
+    if not all(isinstance(row.get(key), str) for key in REQUIRED_KEYS[DataFormat.instruction]):
+        return row
+    parts = [row["instruction"], row.get("input")]
+    prompt = "\n".join(part for part in parts if isinstance(part, str) and part)
+    made = _make_chat({**row, "prompt": prompt, "completion": row["output"]})
+    history = row.get("history")
+    if isinstance(history, list):  # of pairs, as LLaMA-Factory has it
+        made["messages"] = [*read_turns(history), *made["messages"]]
+    return made
 
 
 def _make_chat(row: Row) -> Row:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import yaml
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.config.reward_names import split_function
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.schema.facets import Hosts
 from qlora_fsdp.config.settings import all_settings, problem_about, show, value_of
 from qlora_fsdp.launch.sweep import Job, Sweep
@@ -128,25 +130,38 @@ def notes_on_files_left_here(jobs: Sequence[Job], mounts: Sequence[str], fix: st
     copied = None if workdir is None else Path(workdir).expanduser()
     notes: dict[str, None] = {}
     for job in jobs:
-        for key, setting in all_settings().items():
-            if setting.facets.hosts is not Hosts.place and key not in ALSO_FILES:
-                continue
-            value = value_of(job.config, key)
-            paths = [value] if isinstance(value, str) else list(value or [])
-            if key == "reward.functions":
-                files = [split_function(name)[0] for name in paths]
-                paths = [file for file in files if file is not None]
-            for path in paths:
-                is_copied = copied is not None and not Path(path).is_absolute() and (copied / path).exists()
-                is_seen = is_copied or any(is_below(path, mount) for mount in mounts)
-                if path_exists(path) and not is_seen:
-                    notes[f"Note: {show(key, path)} is on this host alone. Unless the image has it, {fix}"] = None
+        for key, path in files_of_settings(job.config):
+            is_copied = copied is not None and not Path(path).is_absolute() and (copied / path).exists()
+            is_seen = is_copied or any(is_below(path, mount) for mount in mounts)
+            if not is_seen:
+                notes[f"Note: {show(key, path)} is on this host alone. Unless the image has it, {fix}"] = None
     return list(notes)
+
+
+def files_of_settings(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields each setting that names a file or folder of this host, with its path as it is written."""
+    for key, setting in all_settings().items():
+        if setting.facets.hosts is not Hosts.place and key not in ALSO_FILES:
+            continue
+        value = value_of(config, key)
+        paths = [value] if isinstance(value, str) else list(value or [])
+        if key == "reward.functions":
+            files = [split_function(name)[0] for name in paths]
+            paths = [file for file in files if file is not None]
+        for path in paths:
+            if path_exists(path):
+                yield key, path
 
 
 def is_below(path: str, mount: str) -> bool:
     """Whether a path is in a folder where a volume is mounted."""
     return Path(path).is_relative_to(mount)
+
+
+def show_script(text: str) -> None:
+    """Prints what a dry run would submit. Nobody may read it to its end, as in `... | head`."""
+    with suppress(BrokenPipeError):
+        print(text.removesuffix("\n"), flush=True)
 
 
 def as_yaml(documents: Sequence[dict[str, Any]]) -> str:

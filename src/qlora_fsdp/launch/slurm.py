@@ -21,6 +21,7 @@ from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import SIGNAL_SECONDS, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.settings import problem_about
+from qlora_fsdp.launch.node_script import files_of_settings, is_below, show_script
 from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
 
@@ -31,6 +32,12 @@ NO_CORES = (
     "default, which may be one core. Set slurm.cpus_per_task to a node's cores, or to some 8 for each GPU."
 )
 CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+NO_GPUS = (
+    "Note: slurm.gpus_per_node is not set, so the job asks for no GPU, and starts one process a node. Set "
+    "slurm.gpus_per_node to a node's GPUs."
+)
 
 
 def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
@@ -47,8 +54,10 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
     if _asks_for_no_cores(jobs[0].config.slurm):
         print(NO_CORES, file=sys.stderr)  # a dry run's script is on stdout
+    if _asks_for_no_gpus(jobs[0].config.slurm):
+        print(NO_GPUS, file=sys.stderr)
     if jobs[0].config.launch.dry_run:
-        print(_render_script(jobs, sweep.folder, Path.cwd()))
+        show_script(_render_script(jobs, sweep.folder, Path.cwd()))
         return
     queue = slurm_queue()
     queued = [job for job in jobs if read_job_id(job.folder) in queue]
@@ -75,7 +84,7 @@ def _render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> s
         _options(jobs, config.run.name, config.launch.parallel, config.slurm, folder, working_folder),
         "\n".join(config.slurm.setup),
         _arguments(jobs),
-        _step(config.launch, config.slurm),
+        _step(config.launch, config.slurm, _container(jobs, folder, working_folder)),
         _ENDING,
     ]
     if len(jobs) > 1 and not config.slurm.container:
@@ -124,18 +133,47 @@ def _arguments(jobs: Sequence[Job]) -> str:
     return "\n".join(["# Each job of the sweep", 'case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
 
 
-def _step(launch: LaunchConfig, slurm: SlurmConfig) -> str:
-    """Starts `srun` in the background, so that the shell receives signals."""
+def _find_config_file(launch: LaunchConfig, slurm: SlurmConfig) -> Path:
+    """The file of accelerate's settings."""
+    if launch.config_file is not None:
+        return Path(launch.config_file).expanduser().resolve()
+    name = "multi_node" if slurm.nodes > 1 else "one_node"
+    return Path(shipped_file(f"accelerate_configs/{name}.yaml"))
+
+
+def _container(jobs: Sequence[Job], folder: Path, working_folder: Path) -> str:
+    """srun's options for a container (Pyxis); none without one.
+
+    It sees the folder of the command, that of the runs, and the files that settings name, each at its place.
+    """
+    config = jobs[0].config
+    if not config.slurm.container:
+        return ""
+    wanted = [working_folder, folder, *(job.folder for job in jobs)]
+    wanted.append(_find_config_file(config.launch, config.slurm).parent)
+    for job in jobs:
+        wanted += [Path(path).expanduser().absolute() for _, path in files_of_settings(job.config)]
+    mounts: list[str] = []
+    for path in map(str, wanted):
+        if not any(is_below(path, mount) for mount in mounts):
+            mounts.append(path)
+    listed = ",".join(f"{path}:{path}" for path in mounts)
+    options = {"image": config.slurm.container, "workdir": str(working_folder), "mounts": listed}
+    return "".join(f" --container-{name}={shlex.quote(value)}" for name, value in options.items())
+
+
+def _step(launch: LaunchConfig, slurm: SlurmConfig, container: str) -> str:
+    """Starts `srun` in the background, so that the shell receives signals.
+
+    Args:
+        launch: how many processes there are.
+        slurm: the nodes.
+        container: srun's options for it.
+    """
     has_many_nodes = slurm.nodes > 1
     num_local = launch.num_processes or slurm.gpus_per_node or 1
-    if launch.config_file is not None:
-        config_file = Path(launch.config_file).expanduser().resolve()
-    elif has_many_nodes:
-        config_file = shipped_file("accelerate_configs/multi_node.yaml")
-    else:
-        config_file = shipped_file("accelerate_configs/one_node.yaml")
+    config_file = _find_config_file(launch, slurm)
     python = "python" if slurm.container else sys.executable
-    container = f" --container-image={shlex.quote(slurm.container)}" if slurm.container else ""
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
     options = f"--config_file {shlex.quote(str(config_file))} --num_processes {num_local * slurm.nodes}"
     meeting = ""
@@ -225,6 +263,12 @@ def _asks_for_no_cores(slurm: SlurmConfig) -> bool:
     """Whether the number of a task's cores is left to the cluster: no setting and no option of sbatch's says it."""
     says_cores = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
     return slurm.cpus_per_task is None and not any(option.startswith(says_cores) for option in slurm.options)
+
+
+def _asks_for_no_gpus(slurm: SlurmConfig) -> bool:
+    """Whether no setting and no option of sbatch's says how many GPUs there are."""
+    says_gpus = ("--gpus", "-G", "--gres", "--tres", "--exclusive")
+    return slurm.gpus_per_node is None and not any(option.startswith(says_gpus) for option in slurm.options)
 
 
 def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:

@@ -63,9 +63,11 @@ class LoadedModel:
             raw: go on from texts as they are.
 
         Raises:
-            ConfigError: the model writes no text, or a number makes no sense.
+            ConfigError: the model writes no text, a number makes no sense, or one text stands in place of a list.
             DataError: a prompt is empty, or too long for the model.
         """
+        if isinstance(prompts, str):
+            refuse([Problem("prompts", "is one text, and not a list of them.", "Give [text].")])
         settings = GenerateSettings(
             adapter=self._adapter,
             prompt="",

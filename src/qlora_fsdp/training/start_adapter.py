@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from qlora_fsdp.config.recorded import public_value
 from qlora_fsdp.config.schema import Config, TokenizerConfig
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.specs import DataSpec
-from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters.read_adapter import BASE_FIX, SavedAdapter
 from qlora_fsdp.model.assemble import AssembledModel, assemble, check_fingerprint
 from qlora_fsdp.model.run_tokenizer import check_chat_rows, tokenizer_folder
@@ -79,7 +77,7 @@ def assemble_for_training(start: SavedAdapter | None, config: Config, processes:
         raise AdapterError(f"{start} does not fit the model: {error}") from error
     fix = BASE_FIX
     fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
-    start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(spec.added_tokens, tokens))
+    start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(config.tokenizer))
     if not config.lora.other_base:
         check_fingerprint(
             assembled,
@@ -100,8 +98,10 @@ def _chat_notes(assembled: AssembledModel, data: DataSpec, added: TokenizerConfi
     return check_chat_rows(assembled.files.tensors, assembled.tokenizer, data, added, saved)
 
 
-def _about_tokens(wanted: Sequence[str], tokens: AddedTokens) -> str:
-    return ", and leave out tokenizer.add_tokens: its own tokens are known" if wanted or tokens.ids else ""
+def _about_tokens(typed: TokenizerConfig) -> str:
+    """The end of an advice, where tokens are typed that the adapter may have already."""
+    is_typed = typed.add_tokens or typed.add_special_tokens
+    return ", and leave out tokenizer.add_tokens: its own tokens are known" if is_typed else ""
 
 
 def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str]:

@@ -10,6 +10,7 @@ not, because the base's files have other numbers of rows.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -76,9 +77,23 @@ def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
     fix = f"Set {setting} to the folder that training wrote, such as outputs/run/adapter."
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
         fix = f"Set {setting}={adapter}/adapter."
+    elif near := _find_near(folder):
+        fix = f"Did you mean {setting}={near}?"
+    elif (folder.parent / "checkpoints").is_dir():
+        fix = "Its run has not ended: start it with the same command, and it goes on from its newest checkpoint."
     elif is_repo_name(adapter) and not folder.exists():
         fix = f"If it is on the hub, run hf download {adapter} --local-dir FOLDER, and set {setting}=FOLDER."
-    return [Problem(show(setting, adapter), f"holds no adapter: no {' and no '.join(missing)}.", fix, setting)]
+    reason = f"no {' and no '.join(missing)}" if folder.exists() else "there is no such folder"
+    return [Problem(show(setting, adapter), f"holds no adapter: {reason}.", fix, setting)]
+
+
+def _find_near(folder: Path) -> str | None:
+    """An adapter's folder whose name is near to that of a folder that is not there; None: there is none."""
+    if folder.exists() or not folder.parent.is_dir():
+        return None
+    there = [path.name for path in folder.parent.iterdir() if (path / ADAPTER_CONFIG).is_file()]
+    near = difflib.get_close_matches(folder.name, there, n=1)
+    return str(folder.parent / near[0]) if near else None
 
 
 def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub import is_repo_name
-from qlora_fsdp.common.text import is_whole
+from qlora_fsdp.common.text import is_whole, plural
 from qlora_fsdp.config.checks.check_model import NO_FLOAT16
 from qlora_fsdp.config.criterion import LOSS, Criterion, make_pruner
 from qlora_fsdp.config.schema import (
@@ -71,8 +71,8 @@ def check_optim(optim: OptimConfig, max_steps: int | None) -> Iterator[Problem]:
         fix = "Set optim.betas=[0.9,0.999], the default."
         yield problem_with(optim, "optim.betas", "must be two numbers from 0 to below 1.", fix)
     if optim.warmup_steps is not None and max_steps is not None and optim.warmup_steps >= max_steps:
-        reason = f"leaves no step after the warmup: training.max_steps={max_steps}."
-        yield problem_with(optim, "optim.warmup_steps", reason, "Set it below training.max_steps.")
+        reason = f"leaves no step after the warmup: the run has {plural(max_steps, 'step')}."
+        yield problem_with(optim, "optim.warmup_steps", reason, "Set it below that, or train for more steps.")
     yield from _check_schedule(optim)
 
 

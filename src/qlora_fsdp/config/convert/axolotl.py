@@ -286,9 +286,12 @@ def _convert_set(theirs: TheirSettings, values: dict[str, Any], chat_template: A
     columns: dict[str, str] = {}
     if isinstance(kind, Mapping):
         own.values |= kind
-        own.drop(
-            {"format": "prompts are the row's own; Alpaca's words stand around instructions", "no_input_format": ""}
-        )
+        if "field_input" not in kind and str(kind.get("format", "")).strip() == "{instruction}":
+            columns |= {"prompt": own.take("field_instruction", "instruction")}
+            columns |= {"completion": own.take("field_output", "output")}
+            own.take("format")
+        reason = "Alpaca's words stand around instructions; write the words of a format into the rows' prompts"
+        own.drop({"format": reason, "no_input_format": ""})
         own.drop({"field_system": "set data.columns={system: NAME}", "system_prompt": "set data.system_prompt"})
     else:
         words = str(kind).split(".")

@@ -192,6 +192,9 @@ def _convert_data(theirs: TheirSettings, folder: Path, is_text: bool) -> None:
     info = _read_info(place, folder)
     names = _names(theirs.take("dataset"))
     sets = [_describe(theirs, name, place, info) for name in names]
+    if theirs.values.get("template") in ("default", "empty"):
+        for each in sets:
+            each.pop("format", None)
     if is_text:
         for each in sets:  # what a column is called for instructions is the text
             column = each.pop("columns", {}).get("instruction", "text")
@@ -274,4 +277,6 @@ def _describe(theirs: TheirSettings, name: str, place: str, info: Mapping[str, A
         renamed["content"] = content
     found |= {"name": known.get("subset"), "split": known.get("split"), "max_rows": known.get("num_samples")}
     found["columns"] = renamed
+    if not is_sharegpt and not known.get("ranking") and "kto_tag" not in columns:
+        found["format"] = "messages"  # an instruction and its output are two turns of the chat template there
     return {key: value for key, value in found.items() if value}

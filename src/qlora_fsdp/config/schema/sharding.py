@@ -221,7 +221,8 @@ class SlurmConfig:
     # Shell commands to run first in the job script, e.g. ["module load cuda/12.8"] or
     # ["source venv/bin/activate"].
     setup: list[str] = setting([], Run.start, ALWAYS, files=Files.none)
-    # Container image, through srun --container-image (Pyxis). Its `python` is used.
+    # Container image, through srun --container-image (Pyxis). Its `python` is used. It sees the folder of the command,
+    # that of the run and the files that settings name.
     container: str | None = setting(None, Run.start, ALWAYS, files=Files.none)
 
 

@@ -128,17 +128,20 @@ def _open(file: RowFile, unpacking: Unpacking) -> Iterator[IO[bytes]]:
     """The contents of a file of text, decompressed as they are read, up to the limit.
 
     Raises:
-        DataError: they are UTF-16.
+        DataError: they are UTF-16, or no text.
     """
     decompress = COMPRESSIONS.get(file.suffix)
     with ExitStack() as stack:
         stream = stack.enter_context(file.open())
         contents = stack.enter_context(unpacking.open(stream, decompress))
         if isinstance(contents, io.BufferedReader):
-            start = contents.peek(2)
+            start = contents.peek(MAGIC_BYTES)
         else:  # a remote file
-            start = contents.read(2)
+            start = contents.read(MAGIC_BYTES)
             contents.seek(0)
+        kind = next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
+        if kind is not None:
+            raise DataError(f"{file} is no text: by its first bytes it is {kind}. Give it the name of what it is.")
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise DataError(
                 f"{file} is UTF-16, as PowerShell's > writes it, and data is read as UTF-8. Convert it: iconv -f UTF-16"
@@ -353,6 +356,15 @@ READERS: dict[str, Reader] = {
     ".arrow": _read_arrow,
 }
 ARROW_FILE = b"ARROW1"  # begins an Arrow file with an index
+# How files begin that people have under the name of a file of text.
+MAGIC = {
+    b"\x1f\x8b": "packed by gzip (.gz)",
+    b"\xfd7zXZ\x00": "packed by xz (.xz)",
+    b"\x28\xb5\x2f\xfd": "packed by zstd (.zst)",
+    b"PK\x03\x04": "a zip archive, as spreadsheets (.xlsx) are too, which is to be unpacked or saved as .csv",
+    b"PAR1": "a Parquet file (.parquet)",
+}
+MAGIC_BYTES = max(map(len, MAGIC))
 COMPRESSIBLE = (".jsonl", ".json", ".csv", ".tsv")  # Parquet files are compressed inside
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,

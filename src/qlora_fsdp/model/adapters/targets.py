@@ -284,9 +284,12 @@ def _names_that_fit_nothing(model: nn.Module, config: LoraConfig, names: Sequenc
             continue
         if isinstance(wanted, str):
             if not any(is_target(name, wanted) for name in names):
+                close = difflib.get_close_matches(wanted, sorted(endings), n=3, cutoff=0.5)
+                hint = "Set a list of names, or correct it: it must match a module's whole name."
+                if close:
+                    hint = f"Did you mean lora.{key}=[{close[0]}]?"
                 yield (
-                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. "
-                    "Set a list of names, or correct it: it must match a module's whole name."
+                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. {hint}"
                 )
             continue
         for target in wanted:

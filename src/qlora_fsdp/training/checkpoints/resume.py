@@ -45,7 +45,15 @@ def find_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Checkpoint | 
         return None
     if folder.parent != own_checkpoints(run) and not (folder / MANIFEST).exists():
         inside = checkpoint_folders(folder) or checkpoint_folders(folder / CHECKPOINTS)
-        fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(folder)
+        adapter = (folder.parents[1] if folder.parent.name == CHECKPOINTS else folder) / "adapter"
+        fix = resume_hint(folder)
+        if inside:
+            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it."
+        elif adapter.is_dir() and not checkpoint_folders(adapter.parent / CHECKPOINTS):
+            fix = (
+                "A run that has finished keeps checkpoints only with checkpoint.every_steps. To train its adapter on, "
+                f"set lora.start={adapter} in place of checkpoint.resume."
+            )
         if (folder.parent / MANIFEST).exists():
             fix = f"Set checkpoint.resume={folder.parent}, which it is a part of."
         elif resume.lower() in NEWEST:
