@@ -319,7 +319,7 @@ def test_compressed_files_give_the_same_rows(tmp_path, run, suffix):
     with pytest.raises(DataError, match=rf"cut\.jsonl\{suffix} can't be read"):
         run(files["cut.jsonl"])
     (tmp_path / f"a.parquet{suffix}").touch()
-    with pytest.raises(DataError, match=r"no known kind.*\.csv also as .*\.gz"):
+    with pytest.raises(DataError, match=r"no known kind.*\.tsv also as .*\.gz"):
         run(tmp_path / f"a.parquet{suffix}")
 
 

@@ -158,7 +158,7 @@ def test_what_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     def broken(*_: object) -> None:
         raise OSError("libcudart.so: not found")
 
-    monkeypatch.setattr("qlora_fsdp.layers.Format.quantize_rows", broken)
+    monkeypatch.setattr("qlora_fsdp.layers.quantized.format.Format.quantize_rows", broken)
     monkeypatch.setattr(doctor, "check_hub", lambda: iter(()))
     assert doctor.main(["--folder", str(tmp_path)]) == 1
     assert "OSError: libcudart.so: not found" in capsys.readouterr().out
