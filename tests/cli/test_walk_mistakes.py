@@ -40,6 +40,7 @@ TYPED: list[tuple[list[str], list[str]]] = [
     (["--train", "model=tiny"], ["--train is no command. Did you mean qlora-fsdp train?"]),
     (["resume", "outputs/run"], ["Type the command of the run again: it goes on from its last checkpoint."]),
     ([*TRAIN, "--resume"], ["--resume is no option", "Write checkpoint.resume=VALUE."]),
+    (["train", "--hlep"], ["--hlep is no option", "Did you mean --help?"]),
     (["train", "-c", "run.yaml"], ["-c run.yaml is no option here. Write --config FILE.yaml."]),
     (["train", "run.yaml"], ["run.yaml is not of the form key=value. Did you mean --config run.yaml?"]),
     (["train", "--config", "one.yaml"], ["training.max_steps=one must be a whole number or null."]),
@@ -326,6 +327,7 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
     "weights that are cut": ([*RUN, "model=torn", "data=rows.jsonl"], ["cut short inside its header (100 bytes)"]),
     "a file for a model": ([*RUN, "model=rows.jsonl", "data=rows.jsonl"], ["model.path=rows.jsonl is a file."]),
     "a run for its adapter": (["generate", "adapter=outputs/sft", "prompt=a"], ["Set adapter=outputs/sft/adapter."]),
+    "an empty prompt": (["generate", SFT, "prompt="], ['prompt is empty. Set prompt="...", or raw=true']),
     "a temperature below zero": (["generate", SFT, "prompt=a", "temperature=-1"], ["must be from 0 to 100."]),
     "answers longer than the model": (
         ["generate", SFT, "prompt=a", "max_new_tokens=100000"],

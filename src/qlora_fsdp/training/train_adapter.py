@@ -137,14 +137,14 @@ def train_adapter(
             queue = PassQueue(runner, batches, recorder, first_step=result.num_steps)
         watch.be_patient(
             "the run saves and stops at the end of this step, or in an evaluation before its next batch; "
-            "another Ctrl-C stops it at once, without saving"
+            "another signal, such as Ctrl-C, stops it at once, without saving"
         )
         with saver:
             steps = split.num_steps
             result = train(runner, queue, steps, evaluation, recorder, saver, bad_steps, spec.steps, early_stop, result)
         num_sequences = None if spec.data.settings.streaming else len(data.train)
         result.doubt = spec.outlook.judge(split.num_steps, num_sequences, result.ends)
-        watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
+        watch.be_patient("all steps are done, and the run finishes; another signal, such as Ctrl-C, stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         if spec.saving.best_at_end:
             _take_best(result, folder, processes)

@@ -16,6 +16,7 @@ from qlora_fsdp.config.convert.common_settings import (
     convert_quantization,
     convert_targets,
     finish,
+    is_folder_or_file,
     put_sets,
 )
 
@@ -176,7 +177,10 @@ def _convert_data(theirs: TheirSettings) -> None:
         put_sets(theirs, sets)
     test = theirs.take("dataset_test_split")
     evaluates = theirs.values.get("eval_strategy", theirs.values.get("evaluation_strategy", "no")) != "no"
-    if name and evaluates:
+    if name and evaluates and is_folder_or_file(str(name)):
+        reason = "a file has no second split: set data.eval_path, or data.eval_fraction to hold rows out of it"
+        theirs.leave_out("dataset_test_split", test or "test", reason)
+    elif name and evaluates:
         theirs.put("data.eval_path", str(name))
         theirs.put("data.eval_split", test or next((split for split in splits if "test" in str(split)), "test"))
     columns = {"text": theirs.take("dataset_text_field", "text")}

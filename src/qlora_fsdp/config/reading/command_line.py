@@ -6,6 +6,7 @@ Imports neither Hydra nor torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,9 @@ def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Prob
         known = [name] if name in groups or name in all_settings() else nearest_settings(name)
         shown = value or "VALUE"
         fix = f"Write {name}={shown} if that is a setting; --help lists the options."
-        if known:
+        meant = difflib.get_close_matches(word, FLAGS, n=1, cutoff=0.7)
+        if meant:
+            fix = f"Did you mean {meant[0]}?"
+        elif known:
             fix = f"Write {' or '.join(f'{key}={shown}' for key in known)}."
         yield Problem(typed, "is no option: settings are written without dashes and with an equals sign.", fix)
