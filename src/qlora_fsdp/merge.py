@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     from qlora_fsdp.common.startup import begin
@@ -137,7 +137,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         if settings.gguf_types:
             assert trained.files.folder is not None
             check_code(trained.files.folder, adapter, config.model.trust_remote_code)
-            _write_adapter_gguf(settings, config, trained, processes)
+            _write_adapter_gguf(settings, config.data.template_arguments, trained)
             return
         with merging_to(out):
             renamed = export_adapter(trained, adapter, out)
@@ -171,14 +171,16 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         )
     data, trusts_code = DataSpec.of(config), config.model.trust_remote_code
     log.info(_describe_end(out, is_there, data, trusts_code, read_trained_on(settings.adapter), settings.quantize))
-    are_new = _write_gguf(settings, config, merged)
+    are_new = _write_gguf(settings, config.model.trust_remote_code, config.data.template_arguments, merged)
     if is_there and not are_new and (out / REPORT_FILE).is_file() and settings.report_data is None:
         log.info(f"Its report is in {out / REPORT_FILE}.")
         return
     _report(settings, config, merged, processes)
 
 
-def _write_gguf(settings: MergeSettings, config: Config, merged: Merge) -> bool:
+def _write_gguf(
+    settings: MergeSettings, trusts_code: bool, template_arguments: Mapping[str, Any], merged: Merge
+) -> bool:
     """Write the GGUF files that are wanted, and say how they are used. Returns whether any was not there yet."""
     from qlora_fsdp.inference.gguf_files import gguf_name, write_gguf_model
     from qlora_fsdp.inference.merge_files import merging_to
@@ -190,11 +192,10 @@ def _write_gguf(settings: MergeSettings, config: Config, merged: Merge) -> bool:
     if not types:
         return False
     with merging_to(out):
-        files = write_gguf_model(out, types, settings.llama_cpp, config.model.trust_remote_code)
+        files = write_gguf_model(out, types, settings.llama_cpp, trusts_code)
         smallest = min(files, key=lambda file: file.stat().st_size)
         tokenizer = merged.trained.tokenizer
-        arguments = config.data.template_arguments
-        text = make_modelfile([f"FROM ./{smallest.name}"], tokenizer, arguments, end_marks(tokenizer))
+        text = make_modelfile([f"FROM ./{smallest.name}"], tokenizer, template_arguments, end_marks(tokenizer))
         write_atomically(out / MODELFILE, text)
     written = ", ".join(f"{file.name} ({show_bytes(file.stat().st_size)})" for file in files)
     folder = shlex.quote(str(out))
@@ -205,7 +206,9 @@ def _write_gguf(settings: MergeSettings, config: Config, merged: Merge) -> bool:
     return are_new
 
 
-def _write_adapter_gguf(settings: MergeSettings, config: Config, trained: AssembledModel, processes: Processes) -> None:
+def _write_adapter_gguf(
+    settings: MergeSettings, template_arguments: Mapping[str, Any], trained: AssembledModel
+) -> None:
     """Write the adapter alone as GGUF files, with a Modelfile that puts it on its base."""
     from qlora_fsdp.inference.gguf_files import MODEL_CONVERTER, find_converter, write_gguf_adapter
     from qlora_fsdp.inference.merge_files import merging_to
@@ -219,8 +222,7 @@ def _write_adapter_gguf(settings: MergeSettings, config: Config, trained: Assemb
         )
         tokenizer = trained.tokenizer
         lines = [f"# {BASE_FILE} is a GGUF file of the base model", f"FROM ./{BASE_FILE}", f"ADAPTER ./{files[0].name}"]
-        arguments = config.data.template_arguments
-        write_atomically(out / MODELFILE, make_modelfile(lines, tokenizer, arguments, end_marks(tokenizer)))
+        write_atomically(out / MODELFILE, make_modelfile(lines, tokenizer, template_arguments, end_marks(tokenizer)))
     folder = shlex.quote(str(out))
     base = shlex.quote(str(out / BASE_FILE))
     converter = shlex.quote(str(find_converter(MODEL_CONVERTER, settings.llama_cpp) or MODEL_CONVERTER))

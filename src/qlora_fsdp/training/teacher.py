@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.text import plural, show_bytes
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, DataConfig, ModelConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.specs import ShardSpec, TaskSpec
 from qlora_fsdp.data.questions import question_of
@@ -71,7 +71,8 @@ def assemble_teacher(config: Config, student: AssembledModel, processes: Process
         teacher = assemble(spec, processes.device)
     error = None
     if processes.is_main:
-        error = _why_another_tokenizer(own, teacher, student.tokenizer)
+        asked = show(SETTING, own.distill.teacher_model)
+        error = _why_another_tokenizer(own.model, own.data, asked, teacher, student.tokenizer)
     error = processes.first_error(error)
     if error is not None:
         raise CheckpointError(error)
@@ -136,13 +137,21 @@ def _named() -> Iterator[None]:
         raise CheckpointError(told.replace("model.path", SETTING)) from error
 
 
-def _why_another_tokenizer(own: Config, teacher: AssembledModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _why_another_tokenizer(
+    model: ModelConfig, data: DataConfig, asked: str, teacher: AssembledModel, tokenizer: PreTrainedTokenizerBase
+) -> str | None:
     """Why the probabilities of teacher and model can't be compared; None where their tokens are the same.
 
     A folder of a teacher that has no tokenizer of its own is taken to be of the model's.
+
+    Args:
+        model: says how the teacher's files are read.
+        data: says which chat template counts.
+        asked: the setting that names the teacher, for messages.
+        teacher: its model.
+        tokenizer: the student's.
     """
     folder = teacher.files.folder
-    asked = show(SETTING, own.distill.teacher_model)
     if len(tokenizer) > teacher.model.vocab_size:
         return (
             f"{asked} knows {teacher.model.vocab_size:,} tokens, and the model's tokenizer has {len(tokenizer):,}. Set "
@@ -151,7 +160,7 @@ def _why_another_tokenizer(own: Config, teacher: AssembledModel, tokenizer: PreT
     if folder is None or not any((folder / name).is_file() for name in VOCABULARY_FILES):
         return None
     try:
-        theirs = load_tokenizer(replace(own.model, path=str(folder), tokenizer_path=None), own.data)
+        theirs = load_tokenizer(replace(model, path=str(folder), tokenizer_path=None), data)
     except CheckpointError as error:
         return str(error).replace("model.path", SETTING)
     first, second = tokenizer.get_vocab(), theirs.get_vocab()
