@@ -147,15 +147,22 @@ def _as_conversation(row: Row) -> Row:
     """A row that is wanted as a conversation: one of two texts, or of Alpaca's, becomes a question and its answer."""
     if any(key in row for key in TURNS):
         return row
-    if all(isinstance(row.get(key), str) for key in REQUIRED_KEYS[DataFormat.prompt_completion]):
+    if _has_texts(row, DataFormat.prompt_completion):
         return _make_chat(row)
-    if not all(isinstance(row.get(key), str) for key in REQUIRED_KEYS[DataFormat.instruction]):
-        return row
+    return _from_alpaca(row) if _has_texts(row, DataFormat.instruction) else row
+
+
+def _has_texts(row: Row, form: DataFormat) -> bool:
+    return all(isinstance(row.get(key), str) for key in REQUIRED_KEYS[form])
+
+
+def _from_alpaca(row: Row) -> Row:
+    """The conversation of an instruction with its input, and an output; a history of pairs stands before them."""
     parts = [row["instruction"], row.get("input")]
     prompt = "\n".join(part for part in parts if isinstance(part, str) and part)
     made = _make_chat({**row, "prompt": prompt, "completion": row["output"]})
     history = row.get("history")
-    if isinstance(history, list):  # of pairs, as LLaMA-Factory has it
+    if isinstance(history, list):
         made["messages"] = [*read_turns(history), *made["messages"]]
     return made
 

@@ -141,16 +141,18 @@ def notes_on_files_left_here(jobs: Sequence[Job], mounts: Sequence[str], fix: st
 def files_of_settings(config: Config) -> Iterator[tuple[str, str]]:
     """Yields each setting that names a file or folder of this host, with its path as it is written."""
     for key, setting in all_settings().items():
-        if setting.facets.hosts is not Hosts.place and key not in ALSO_FILES:
-            continue
-        value = value_of(config, key)
-        paths = [value] if isinstance(value, str) else list(value or [])
-        if key == "reward.functions":
-            files = [split_function(name)[0] for name in paths]
-            paths = [file for file in files if file is not None]
-        for path in paths:
-            if path_exists(path):
-                yield key, path
+        if setting.facets.hosts is Hosts.place or key in ALSO_FILES:
+            yield from ((key, path) for path in _paths_of(config, key) if path_exists(path))
+
+
+def _paths_of(config: Config, key: str) -> list[str]:
+    """What a setting names, as paths: they may be none."""
+    value = value_of(config, key)
+    named = [value] if isinstance(value, str) else list(value or [])
+    if key != "reward.functions":
+        return named
+    files = [split_function(name)[0] for name in named]
+    return [file for file in files if file is not None]
 
 
 def is_below(path: str, mount: str) -> bool:

@@ -69,7 +69,7 @@ def find_start(config: Config) -> Path:
         copy = run_folder / run_state.START_FOLDER  # a job of a sweep that has nothing left to do
     if copy is not None and (copy / ADAPTER_CONFIG).is_file():
         return copy
-    return typed_folder(config.lora)
+    return typed_folder(config)
 
 
 def keep_start(folder: Path, run_folder: Path) -> None:

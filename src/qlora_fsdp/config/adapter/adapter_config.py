@@ -74,17 +74,21 @@ def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
     if not missing:
         reason, fix = "leads to a file outside the adapter's folder.", "Remove it, or copy that file there yourself."
         return [Problem(str(file), reason, fix) for file in find_outside(folder)]
-    fix = f"Set {setting} to the folder that training wrote, such as outputs/run/adapter."
-    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
-        fix = f"Set {setting}={adapter}/adapter."
-    elif near := _find_near(folder):
-        fix = f"Did you mean {setting}={near}?"
-    elif (folder.parent / "checkpoints").is_dir():
-        fix = "Its run has not ended: start it with the same command, and it goes on from its newest checkpoint."
-    elif is_repo_name(adapter) and not folder.exists():
-        fix = f"If it is on the hub, run hf download {adapter} --local-dir FOLDER, and set {setting}=FOLDER."
     reason = f"no {' and no '.join(missing)}" if folder.exists() else "there is no such folder"
-    return [Problem(show(setting, adapter), f"holds no adapter: {reason}.", fix, setting)]
+    return [Problem(show(setting, adapter), f"holds no adapter: {reason}.", _advise(folder, adapter, setting), setting)]
+
+
+def _advise(folder: Path, adapter: str, setting: str) -> str:
+    """What to do where a folder holds no adapter."""
+    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        return f"Set {setting}={adapter}/adapter."
+    if near := _find_near(folder):
+        return f"Did you mean {setting}={near}?"
+    if (folder.parent / "checkpoints").is_dir():
+        return "Its run has not ended: start it with the same command, and it goes on from its newest checkpoint."
+    if is_repo_name(adapter) and not folder.exists():
+        return f"If it is on the hub, run hf download {adapter} --local-dir FOLDER, and set {setting}=FOLDER."
+    return f"Set {setting} to the folder that training wrote, such as outputs/run/adapter."
 
 
 def _find_near(folder: Path) -> str | None:

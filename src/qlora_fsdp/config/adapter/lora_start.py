@@ -75,10 +75,10 @@ class StartAdapter:
         return {"lora": lora, "model": base}
 
 
-def typed_folder(lora: LoraConfig) -> Path:
+def typed_folder(config: Config) -> Path:
     """The folder that `lora.start` names."""
-    assert lora.start is not None
-    return Path(lora.start).expanduser()
+    assert config.lora.start is not None
+    return Path(config.lora.start).expanduser()
 
 
 def start_problems(start: str, folder: Path) -> list[Problem]:
