@@ -39,7 +39,7 @@ ROWS: dict[str, tuple[list[str], str]] = {
     "bars between columns": ([*CHATS, "data=bars.csv"], "bars.csv has '|' between its columns"),
     "a table without names": ([*CHATS, "data=unnamed.csv"], "keys are 0, the cat, and not messages"),
     "a table with commas in its texts": ([*CHATS, "data=ragged.csv"], "a CSV line with more or fewer cells"),
-    "a table of tabs": ([*CHATS, "data=tabs.tsv"], "data.path=tabs.tsv is of no known kind. Use one of .jsonl"),
+    "a spreadsheet under the name of a table": ([*CHATS, "data=sheet.csv"], "sheet.csv is no text: by its first bytes"),
     "rows that are not packed": ([*CHATS, "data=plain.jsonl.gz"], "plain.jsonl.gz can't be read: Not a gzipped file"),
     "packed rows that are cut": ([*CHATS, "data=half.jsonl.gz"], "half.jsonl.gz can't be read: Compressed file ended"),
     "pairs that are the same": (
@@ -56,6 +56,7 @@ USED: dict[str, tuple[list[str], str]] = {
     "human and bot of turns": ([*CHATS, "data=turns.jsonl"], "24 rows read, 24 used"),
     "Windows' line ends and mark": ([*CHATS, "data=windows.jsonl"], "24 rows read, 24 used"),
     "no line end at the end": ([*CHATS, "data=unended.jsonl"], "24 rows read, 24 used"),
+    "a table of tabs": ([*CHATS, "data=tabs.tsv"], "1 row read, 1 used"),
     "one array": ([*CHATS, "data=array.jsonl"], "24 rows read, 24 used"),
     "packed": ([*CHATS, "data=rows.jsonl.gz"], "24 rows read, 24 used"),
     "two forms in one file": ([*CHATS, "data=mixed.jsonl"], "48 rows read, 48 used"),
@@ -121,6 +122,7 @@ def write_peoples_rows(folder: Path) -> None:
     (folder / "bars.csv").write_text("prompt|completion\n" + "".join(f"{n}|the cat\n" for n in numbers))
     (folder / "unnamed.csv").write_text("".join(f"{n},the cat\n" for n in numbers))
     (folder / "ragged.csv").write_text("prompt,completion\n" + "".join(f"{n},the cat, a dog\n" for n in numbers))
+    (folder / "sheet.csv").write_bytes(b"PK\x03\x04 and so on")
     (folder / "tabs.tsv").write_text("prompt\tcompletion\n0\tthe cat\n")
 
 
