@@ -136,9 +136,12 @@ def _check_paths(key: str, value: Any) -> Iterator[Problem]:
         yield problem_about(key, value, f"must be {all_settings()[key].expected}.", fix)
         return
     for path in data_sets.as_paths(value):
-        if not data_sets.is_missing(path):
-            continue
         named = "" if value == path else f"names {path}, which "
+        if not data_sets.is_missing(path):
+            if Path(path).expanduser().is_file() and not path.endswith(data_sets.SUFFIXES):
+                reason = f"{named}is of no known kind."
+                yield problem_about(key, value, reason, f"Use one of {', '.join(data_sets.SUFFIXES)}.")
+            continue
         if data_sets.is_pattern(path):
             reason = f"{named}matches no file, seen from {Path.cwd()}."
             fix = f"Set {key} to a pattern that does, to a folder, whose files are all read, or to a list of files."
