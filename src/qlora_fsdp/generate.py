@@ -90,6 +90,9 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     """Load the model, complete every prompt, and print or write the rows in their order."""
     sources = [] if settings.prompts is None else [settings.prompts]
     problems = check_out(settings.out, sources) if processes.is_main else []
+    is_empty = settings.prompt is not None and not settings.prompt.strip()
+    if is_empty and not settings.raw:
+        problems.append(Problem("prompt", "is empty.", 'Set prompt="...", or raw=true to begin from nothing.'))
     check_generation(settings, config.task, problems)
     rows = _read_rows(settings)
     with quick_imports():
@@ -188,8 +191,6 @@ def check_generation(settings: GenerateSettings, task: TaskConfig, others: Seque
     if (settings.prompt is None) == (settings.prompts is None):
         found = "are both set." if settings.prompt is not None else "are both missing."
         problems.append(Problem("prompt and prompts", found, 'Set prompt="..." or prompts=FILE.jsonl.'))
-    elif settings.prompt is not None and not settings.raw and not settings.prompt.strip():
-        problems.append(Problem("prompt", "is empty.", 'Set prompt="...", or raw=true to begin from nothing.'))
     elif settings.prompt is not None and not is_unicode(settings.prompt):
         problems.append(Problem("prompt", "has bytes that are no UTF-8.", IN_UTF8))
     elif settings.prompts is not None and not Path(settings.prompts).expanduser().is_file():

@@ -70,7 +70,7 @@ class LoadedModel:
             refuse([Problem("prompts", "is one text, and not a list of them.", "Give [text].")])
         settings = GenerateSettings(
             adapter=self._adapter,
-            prompt="those that are given",
+            prompt="",
             raw=raw,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
