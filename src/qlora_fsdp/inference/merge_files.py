@@ -40,7 +40,7 @@ from qlora_fsdp.model.positions import write_rope
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.weights.composed import Assignment, ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
-from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
+from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor, name_of
 
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
@@ -234,9 +234,9 @@ def _write_weights(merge: merge_weights.Merge, merger: merge_weights.WeightMerge
                 if stored.key in plan.codes:
                     found |= merger.codes(stored, plan.codes[stored.key])
                 elif assignment is not None:
-                    found[stored.key] = merger.merged_weight(assignment)
+                    found[name_of(stored)] = merger.merged_weight(assignment)
                 else:
-                    found[stored.key] = merger.merged_pieces(stored, uses.get(stored.key, []))
+                    found[name_of(stored)] = merger.merged_pieces(stored, uses.get(stored.key, []))
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
     if plan.extra:
@@ -280,11 +280,10 @@ def _find_merged(merge: merge_weights.Merge) -> dict[str, list[StoredTensor]]:
     """The tensors of the base's files that the result has too, by the names of the files."""
     left_out = _find_left_out(merge)
     by_file: dict[str, list[StoredTensor]] = {}
-    scaled = {(tensor.file, tensor.offset): tensor for tensor in _scaled_tensors(merge)}
+    scaled = {tensor.key: tensor for tensor in _scaled_tensors(merge)}
     for stored in merge.trained.files.tensors.values():
-        values = scaled.get((stored.file, stored.offset), stored)  # a packed weight has the name of the weight there
-        if values.key not in left_out and not _is_state(values.key):
-            by_file.setdefault(values.file.name, []).append(values)
+        if stored.key not in left_out and not _is_state(stored.key):
+            by_file.setdefault(stored.file.name, []).append(scaled.get(stored.key, stored))
     return by_file
 
 
@@ -413,7 +412,7 @@ def _write_config(merge: merge_weights.Merge, folder: Path, untied: bool, plan: 
         linears = {
             name for name, layer in base_linears(merge.meta.model) if not merge_weights.takes_codes(layer, merge)
         }
-        in_files = {_module_of(stored.key) for stored in plan.plain if len(stored.shape) > 1}
+        in_files = {_module_of(name_of(stored)) for stored in plan.plain if len(stored.shape) > 1}
         config["quantization_config"] = merge.format.config(sorted(linears), sorted(in_files), merge.dtype)
     if not merge.meta.head:
         _write_stops(merge)

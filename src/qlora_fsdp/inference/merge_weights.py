@@ -47,7 +47,7 @@ from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, Stor
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.row_reader import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
-from qlora_fsdp.weights.scaled import ScaledTensor, read_dequantized
+from qlora_fsdp.weights.scaled import ScaledTensor, name_of, read_dequantized
 from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
@@ -247,7 +247,7 @@ class WeightMerger:
                 values = values.to(merge.dtype)  # as training quantizes it
             grid = Grid(base, drawn) if is_on_grid else None
             pieces.append(format.encode(values, scale_dtype, largest, grid))
-        return format.join(stored.key, pieces, merge.dtype)
+        return format.join(name_of(stored), pieces, merge.dtype)
 
     def _read(self, stored: StoredTensor, assignment: Assignment) -> Tensor:
         """A tensor of the files as a matrix; where codes are dequantized instead, one of its shape without values."""
@@ -423,7 +423,8 @@ def find_codes(merge: Merge) -> dict[str, PieceUse]:
         assert isinstance(composed, ComposedTensor)
         is_whole = len(uses) == 1 and len(piece.stored.shape) == 2 and piece.num_rows == piece.stored.shape[0]
         is_of_experts = isinstance(assignment.module, QuantizedExpertWeight) and not composed.is_transposed
-        if key.endswith(".weight") and is_whole and is_of_experts and merge.format.fits(composed.row_elements):
+        is_weight = name_of(piece.stored).endswith(".weight")
+        if is_weight and is_whole and is_of_experts and merge.format.fits(composed.row_elements):
             found[key] = uses[0]
     return found
 

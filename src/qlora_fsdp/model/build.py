@@ -54,7 +54,7 @@ from qlora_fsdp.model.swap_layers import (
     swap_tables,
 )
 from qlora_fsdp.weights.assign import assign, stored_formats
-from qlora_fsdp.weights.composed import Assignment, Stored, format_of, is_scaled
+from qlora_fsdp.weights.composed import Assignment, Stored, is_scaled
 from qlora_fsdp.weights.map_keys import map_keys
 from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
@@ -157,8 +157,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
     if new and files.tensors:
         notes.append(f"not in the base's files, so trained in full: {', '.join(sorted(new))}")
-    is_dequantized = stored is not None and stored["quant_method"] in METHODS and not stored_formats(tensors)
-    if stored is not None and is_dequantized:
+    if stored is not None and stored["quant_method"] in METHODS and not stored_formats(tensors):
         note = f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read"
         if settings.quant.base_format is not None:
             note += ", and quantized again as quant says: its weights are rounded twice"
@@ -352,7 +351,8 @@ def _swap_layers(
             f"the checkpoint is already quantized ({', '.join(sorted(found))}): its bytes are taken as they are, and "
             "quant.* is not used"
         )
-        others = [key for key, each in quantized_tensors.items() if is_scaled(each) and format_of(each) is None]
+        scaled = [key for key, each in quantized_tensors.items() if is_scaled(each)]
+        others = [key for key in scaled if key.removesuffix(".weight") not in formats]
         if others:
             notes.append(
                 f"{plural(len(others), 'weight')} of the checkpoint, such as {others[0]}, are in no format that is "

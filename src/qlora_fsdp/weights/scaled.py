@@ -54,14 +54,14 @@ SCHEMES = (("int", 4, True), ("float", 8, True))
 class ScaledTensor(StoredTensor):
     """A tensor whose values are scaled by blocks. `shape` is that of the values, of which a byte may hold two.
 
-    Its key is the name of the values, which that of packed codes in the files may differ from.
-
     Attributes:
+        name: of the values. The key in the files may say that these are packed.
         scales: [..., rows of blocks, columns of blocks] with the leading dims of the values; or one element.
         block: rows and columns of the values that share a scale; the last blocks may be smaller.
         book: the values of codes of 4 bits; none of FP8.
     """
 
+    name: str
     scales: StoredTensor
     block: tuple[int, int]
     book: tuple[float, ...] = ()
@@ -120,11 +120,11 @@ def attach_scales(tensors: Mapping[str, StoredTensor], quantization: Mapping[str
         elif scales is None:
             problems.append(f"{key} has no {name}{scales_end}")
         else:
-            made = _fp8(stored, scales, quantization) if method == "fp8" else _mxfp4(stored, scales)
+            made = _fp8(name, stored, scales, quantization) if method == "fp8" else _mxfp4(name, stored, scales)
             if made is None:
                 problems.append(f"{scales.key} {_describe(scales)} does not fit {key} {_describe(stored)}")
             else:
-                found[name] = replace(made, key=name)
+                found[name] = made
     _raise_if_any(method, problems)
     return found
 
@@ -155,9 +155,9 @@ def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mappin
         others = [reason for end, reason in MORE_PARTS.items() if f"{name}{end}" in tensors]
         made = None
         if scales is not None and not others:
-            made = _int4(stored, scales) if is_packed else _fp8(stored, scales, {})
+            made = _int4(name, stored, scales) if is_packed else _fp8(name, stored, scales, {})
         if made is not None:
-            found[name] = replace(made, key=name)
+            found[name] = made
         elif others:
             problems.append(f"{key}: {others[0]}")
         elif scales is None:
@@ -203,7 +203,7 @@ def _check_schemes(quantization: Mapping[str, Any]) -> None:
         )
 
 
-def _int4(packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
+def _int4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
     """An int4 tensor with its scales; None if they do not fit."""
     if packed.dtype != torch.int32 or len(packed.shape) != 2 or len(scales.shape) != 2:
         return None
@@ -215,10 +215,10 @@ def _int4(packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
     if scales.shape[0] != rows or num_groups == 0 or columns % num_groups or columns // num_groups % 2:
         return None
     codes = replace(packed, dtype=torch.uint8)
-    return _scaled(codes, (rows, columns), scales, (1, columns // num_groups), INT4_BOOK)
+    return _scaled(name, codes, (rows, columns), scales, (1, columns // num_groups), INT4_BOOK)
 
 
-def _fp8(stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, Any]) -> ScaledTensor | None:
+def _fp8(name: str, stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, Any]) -> ScaledTensor | None:
     """An FP8 tensor with its scales; None if they do not fit."""
     if stored.dtype != torch.float8_e4m3fn or len(stored.shape) < 2:
         return None
@@ -239,27 +239,34 @@ def _fp8(stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, 
             return None
     is_exponent = scales.dtype == torch.float8_e8m0fnu  # of two, in one byte
     scales = replace(scales, shape=grid, dtype=torch.uint8 if is_exponent else scales.dtype)
-    return _scaled(stored, stored.shape, scales, (block[0], block[1]), ())
+    return _scaled(name, stored, stored.shape, scales, (block[0], block[1]), ())
 
 
-def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
+def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
     """An MXFP4 tensor with its scales; None if they do not fit."""
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or len(blocks.shape) != 4:
         return None
     if blocks.shape[-1] != MXFP4_BLOCK // 2 or scales.shape != blocks.shape[:-1]:
         return None
     num_experts, rows, num_blocks, _ = blocks.shape
-    return _scaled(blocks, (num_experts, rows, num_blocks * MXFP4_BLOCK), scales, (1, MXFP4_BLOCK), FP4_BOOK)
+    shape = (num_experts, rows, num_blocks * MXFP4_BLOCK)
+    return _scaled(name, blocks, shape, scales, (1, MXFP4_BLOCK), FP4_BOOK)
+
+
+def name_of(stored: StoredTensor) -> str:
+    """The name that a tensor of the files has once its values stand there as they are."""
+    return stored.name if isinstance(stored, ScaledTensor) else stored.key
 
 
 def _scaled(
+    name: str,
     stored: StoredTensor,
     shape: tuple[int, ...],
     scales: StoredTensor,
     block: tuple[int, int],
     book: tuple[float, ...],
 ) -> ScaledTensor:
-    return ScaledTensor(stored.key, stored.file, stored.offset, shape, stored.dtype, scales, block, book)
+    return ScaledTensor(stored.key, stored.file, stored.offset, shape, stored.dtype, name, scales, block, book)
 
 
 def _describe(stored: StoredTensor) -> str:
