@@ -282,7 +282,7 @@ class ContainedTokenizer:
             DataError: the chat template refuses the messages, or does not get over them.
         """
         try:
-            text: str = self._use("apply_chat_template", messages, tokenize=False, **options)
+            text: str = self._ask("apply_chat_template", messages, tokenize=False, **options)
         except LimitError as error:
             raise DataError(
                 f"The chat template {error} for one conversation. Set data.chat_template to another."
@@ -296,9 +296,9 @@ class ContainedTokenizer:
 
     def _call(self, name: str, value: Any, **options: Any) -> Any:
         with blaming_tokenizer():
-            return self._use(name, value, **options)
+            return self._ask(name, value, **options)
 
-    def _use(self, name: str, value: Any, **options: Any) -> Any:
+    def _ask(self, name: str, value: Any, **options: Any) -> Any:
         stays = type(self.tokenizer).__module__.startswith(OWN_CODE)
         stays = stays or (name in DECODING and _decodes_plainly(self.tokenizer))
         if stays:

@@ -266,7 +266,8 @@ class SharedLM(HFLM):  # type: ignore[misc]
         """The answers of all ranks. This one answers every n-th request from the i-th on, for a share (i, n)."""
         first, step = self.share
         mine = requests[first::step]
-        try_texts(self.tokenizer, [text for request in mine for text in request.args if isinstance(text, str)])
+        texts = {text for request in mine for text in request.args if isinstance(text, str)}  # answers share a question
+        try_texts(self.tokenizer, sorted(texts))
         answers = answer(mine, disable_tqdm=not self.processes.is_main) if mine else []
         self._model.keep_step()
         answered: list[Any] = [None] * len(requests)

@@ -26,10 +26,10 @@ from qlora_fsdp.launch.node_script import (
     node_script,
     notes_on_files_left_here,
     refuse_launch_settings,
-    show_script,
     sweep_that_waits,
 )
 from qlora_fsdp.launch.sweep import Job, Sweep
+from qlora_fsdp.runtime.run_command import print_result
 
 ENDING = [2, 3, 4, 5]  # exit codes of errors that another start would meet again (docs/errors.md)
 CONTAINER = "node"  # the name that Kubeflow's runtimes have for it too
@@ -61,7 +61,7 @@ def submit_to_kubernetes(jobs: list[Job], sweep: Sweep) -> None:
     for note in notes_on_files_left_here(jobs, mounts, not_copied, workdir=None):
         print(note, file=sys.stderr)  # a dry run's documents are on stdout
     if jobs[0].config.launch.dry_run:
-        show_script(as_yaml(documents))
+        print_result(as_yaml(documents).removesuffix("\n"))
         if settings.nodes > 1:  # no secret is printed
             names_of_keys = ", ".join(f"{name}-key" for name in names)
             told = f"Note: pods wait for Secrets that are yours to make: {names_of_keys}. For each: kubectl create "

@@ -18,6 +18,7 @@ from qlora_fsdp.common.text import show_duration
 from qlora_fsdp.launch.ranks import Slot, divide_gpus, kill_tree, launch_command, noting_signals, signal_ranks
 from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, RunState
+from qlora_fsdp.runtime.run_command import print_result
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 30.0  # between two lines about a job's progress
@@ -47,7 +48,7 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
     if config.launch.dry_run:
         for job in jobs:
             gpus = f"CUDA_VISIBLE_DEVICES={','.join(slots[0])} " if slots[0] is not None else ""
-            print(gpus + shlex.join(launch_command(job.config.launch, slots[0], job.arguments)))
+            print_result(gpus + shlex.join(launch_command(job.config.launch, slots[0], job.arguments)))
         return
     waiting = deque(enumerate(jobs, start=1))
     running: list[_Running] = []

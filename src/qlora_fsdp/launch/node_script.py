@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,12 +157,6 @@ def _paths_of(config: Config, key: str) -> list[str]:
 def is_below(path: str, mount: str) -> bool:
     """Whether a path is in a folder where a volume is mounted."""
     return Path(path).is_relative_to(mount)
-
-
-def show_script(text: str) -> None:
-    """Prints what a dry run would submit. Nobody may read it to its end, as in `... | head`."""
-    with suppress(BrokenPipeError):
-        print(text.removesuffix("\n"), flush=True)
 
 
 def as_yaml(documents: Sequence[dict[str, Any]]) -> str:

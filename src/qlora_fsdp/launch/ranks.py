@@ -33,6 +33,7 @@ from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config, LaunchConfig
 from qlora_fsdp.config.settings import problem_about, problem_with
 from qlora_fsdp.config.world import World
+from qlora_fsdp.runtime.run_command import print_result
 from qlora_fsdp.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.2
@@ -111,7 +112,7 @@ def start_ranks(module: str, arguments: Sequence[str], launch: LaunchConfig, pla
     rest = [text for text in arguments if not _is_of_launch(text)]
     command = launch_command(launch, plan.slot, rest, module)
     if launch.dry_run:
-        print(shlex.join([*(f"{name}={value}" for name, value in plan.environment.items()), *command]))
+        print_result(shlex.join([*(f"{name}={value}" for name, value in plan.environment.items()), *command]))
         return 0
     announce(plan.number)
     environment = os.environ | plan.environment | {PARENT_PID: str(os.getpid())}

@@ -27,10 +27,10 @@ from qlora_fsdp.launch.node_script import (
     node_script,
     notes_on_files_left_here,
     refuse_launch_settings,
-    show_script,
     sweep_that_waits,
 )
 from qlora_fsdp.launch.sweep import Job, Sweep
+from qlora_fsdp.runtime.run_command import print_result
 
 VARIABLES = NodeVariables(
     rank="$SKYPILOT_NODE_RANK",
@@ -62,7 +62,7 @@ def submit_to_skypilot(jobs: list[Job], sweep: Sweep) -> None:
         print(note, file=sys.stderr)
     tasks = [_task(job, name) for job, name in zip(jobs, job_names(jobs), strict=True)]
     if jobs[0].config.launch.dry_run:
-        show_script(as_yaml(tasks))
+        print_result(as_yaml(tasks).removesuffix("\n"))
         return
     if shutil.which("sky") is None:
         raise LaunchError(

@@ -21,9 +21,10 @@ from qlora_fsdp.common.terminal import say
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import SIGNAL_SECONDS, LaunchConfig, SlurmConfig
 from qlora_fsdp.config.settings import problem_about
-from qlora_fsdp.launch.node_script import files_of_settings, is_below, show_script
+from qlora_fsdp.launch.node_script import files_of_settings, is_below
 from qlora_fsdp.launch.sweep import Job, Sweep
 from qlora_fsdp.records.run_state import CONSOLE_FILE, SLURM_FILE, read_job_id, slurm_queue
+from qlora_fsdp.runtime.run_command import print_result
 
 POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
 SCRIPT = "job.sbatch"
@@ -31,13 +32,13 @@ NO_CORES = (
     "Note: slurm.cpus_per_task is not set, so a node's ranks share the cores that the cluster gives one task by "
     "default, which may be one core. Set slurm.cpus_per_task to a node's cores, or to some 8 for each GPU."
 )
-CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-
-
 NO_GPUS = (
     "Note: slurm.gpus_per_node is not set, so the job asks for no GPU, and starts one process a node. Set "
     "slurm.gpus_per_node to a node's GPUs."
 )
+SAYS_CORES = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")  # options of sbatch's
+SAYS_GPUS = ("--gpus", "-G", "--gres", "--tres", "--exclusive")
+CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
@@ -52,12 +53,13 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
     _refuse_differences(jobs)
     refuse(list(_find_misfits(jobs[0].config.launch, jobs[0].config.slurm)))
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
-    if _asks_for_no_cores(jobs[0].config.slurm):
+    slurm = jobs[0].config.slurm
+    if slurm.cpus_per_task is None and not _has_option(slurm, SAYS_CORES):
         print(NO_CORES, file=sys.stderr)  # a dry run's script is on stdout
-    if _asks_for_no_gpus(jobs[0].config.slurm):
+    if slurm.gpus_per_node is None and not _has_option(slurm, SAYS_GPUS):
         print(NO_GPUS, file=sys.stderr)
     if jobs[0].config.launch.dry_run:
-        show_script(_render_script(jobs, sweep.folder, Path.cwd()))
+        print_result(_render_script(jobs, sweep.folder, Path.cwd()).removesuffix("\n"))
         return
     queue = slurm_queue()
     queued = [job for job in jobs if read_job_id(job.folder) in queue]
@@ -259,16 +261,9 @@ def _find_misfits(launch: LaunchConfig, slurm: SlurmConfig) -> Iterator[Problem]
         yield problem_about("slurm.options", slurm.options, reason, 'Write them as in ["--qos=long"].')
 
 
-def _asks_for_no_cores(slurm: SlurmConfig) -> bool:
-    """Whether the number of a task's cores is left to the cluster: no setting and no option of sbatch's says it."""
-    says_cores = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
-    return slurm.cpus_per_task is None and not any(option.startswith(says_cores) for option in slurm.options)
-
-
-def _asks_for_no_gpus(slurm: SlurmConfig) -> bool:
-    """Whether no setting and no option of sbatch's says how many GPUs there are."""
-    says_gpus = ("--gpus", "-G", "--gres", "--tres", "--exclusive")
-    return slurm.gpus_per_node is None and not any(option.startswith(says_gpus) for option in slurm.options)
+def _has_option(slurm: SlurmConfig, names: tuple[str, ...]) -> bool:
+    """Whether one of the further options of sbatch's is one of these."""
+    return any(option.startswith(names) for option in slurm.options)
 
 
 def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:
