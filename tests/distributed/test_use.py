@@ -404,8 +404,8 @@ def test_adapters_of_some_layers(
         ),
         (
             "evaluate",
-            ["model=tiny", f"data.path={__file__}", f"data.eval_path={__file__}"],
-            ["is not read: the rows of data.path are evaluated. Set data.path=/"],
+            ["model=tiny", "data.path=demo/chats.jsonl", "data.eval_path=demo/chats_eval.jsonl"],
+            ["is not read: the rows of data.path are evaluated. Set data.path=demo/"],
         ),
         (  # a group of settings, not tasks= misspelt
             "evaluate",
