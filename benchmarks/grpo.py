@@ -57,7 +57,7 @@ FIGURES = (
 def main() -> None:
     """Run, print the figures, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(MODELS), default="8b")
+    parser.add_argument("--shape", default="8b", help=f"{', '.join(MODELS)}, or a preset of conf/model")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--generations", type=int, default=8, help="answers to each prompt")
@@ -100,7 +100,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
     (folder / "functions.py").write_text(FUNCTION)
     return [
         "task=grpo",
-        f"model={MODELS[args.shape]}",
+        f"model={MODELS.get(args.shape, args.shape)}",
         "model.weights=random",
         "model.tokenizer_path=bytes",
         f"data={folder / 'prompts.jsonl'}",

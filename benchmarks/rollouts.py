@@ -2,6 +2,7 @@
 r"""Tokens a second of many prompts, computed in several ways in one process.
 
     python benchmarks/rollouts.py --shape 8b --out rollouts.json
+    python benchmarks/rollouts.py --model outputs/models/smollm2-135m-instruct --out kl.json
 
 `dequantized`: weights are dequantized for each step, or multiplied by bitsandbytes' kernel, and torch computes
 attention over whole slots and sampling. `codes`: products with codes by our kernel, the rest as before. `all`:
@@ -12,7 +13,7 @@ The model has random codes, and a random adapter (r=16 on all linear layers). A 
 seconds, prompts included, of a second call; the first compiles and records. Then the logits of both ways are compared
 where a whole text is read in one call of that many tokens: KL is the mean over tokens of that of the products' from the
 dequantized weights' distribution. `noise` is the same for dequantized weights alone, whose products are summed in
-another order: the same tokens at the beginning of a call of 512.
+another order: the same tokens at the beginning of a call of 512. `--model` compares the logits of a real model alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from make_checkpoint import SHAPES
 from make_checkpoint import main as make_checkpoint
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from qlora_fsdp.config.reading.compose import load_config
 from qlora_fsdp.config.schema import Config
@@ -52,6 +53,8 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import run_command
 
 COMPARED_TOKENS = (4, 16, 32, 64, 128)
+LONGEST_TEXT = 512  # whose products are computed with dequantized weights either way
+REAL_TEXT = Path(__file__).parent.parent / "docs" / "use.md"
 
 
 def main() -> None:
@@ -59,6 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="tiny, 1b, 8b, 70b, or a preset of conf/model")
     parser.add_argument("--layers", type=int, help="fewer than a preset has")
+    parser.add_argument(
+        "--model", type=Path, help="a folder of a real model: its logits are compared, nothing is timed"
+    )
     parser.add_argument("--prompts", default="1,8,64,256", help="numbers of prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -68,6 +74,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rollouts.json"))
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+
+    def compare_real(settings: GenerateSettings, config: Config, processes: Processes) -> None:
+        trained = load_trained(config, settings, processes, generates=True)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        words = tokenizer(REAL_TEXT.read_text(encoding="utf-8")).input_ids
+        with torch.no_grad():
+            rows.extend(compare(trained.model.base, processes.device, words[:LONGEST_TEXT]))
 
     def body(settings: GenerateSettings, config: Config, processes: Processes) -> None:
         trained = load_trained(config, settings, processes, generates=True)
@@ -103,17 +116,22 @@ def main() -> None:
         with torch.no_grad():
             if args.skip_comparison:
                 return
-            rows.extend(compare(trained.model.base, processes.device))
+            rows.extend(compare(trained.model.base, processes.device, random_words(1, LONGEST_TEXT)[0]))
 
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, adapter = Path(scratch) / "base", Path(scratch) / "adapter"
-        if args.shape in SHAPES:
+        if args.model:
+            checkpoint = args.model
+        elif args.shape in SHAPES:
             make_checkpoint(args.shape, checkpoint, sparse=True)
         else:
             write_preset(args.shape, checkpoint, args.layers)
         write_adapter(checkpoint, adapter)
-        overrides = [f"adapter={adapter}", f"model.path={checkpoint}", "model.weights=random"]
-        assert run_command(overrides, GenerateSettings, "", body, optional=["data.path"]) == 0
+        overrides = [f"adapter={adapter}", f"model.path={checkpoint}"]
+        if not args.model:
+            overrides.append("model.weights=random")
+        measure = compare_real if args.model else body
+        assert run_command(overrides, GenerateSettings, "", measure, optional=["data.path"]) == 0
     args.out.write_text(
         json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
     )
@@ -188,10 +206,10 @@ def fill(model: nn.Module) -> None:
                     parameter.fill_(1.0)
 
 
-def compare(model: Any, device: torch.device) -> list[dict[str, Any]]:
-    """How far the distributions of both ways are from one another."""
+def compare(model: Any, device: torch.device, words: list[int]) -> list[dict[str, Any]]:
+    """How far the distributions of both ways are from one another, on the first tokens of a text."""
     layers = DecodeLayers(model)
-    text = torch.tensor(random_words(1, 512), device=device)
+    text = torch.tensor([words], device=device)
 
     def log_probabilities(name: str, num_tokens: int) -> Tensor:
         with computed(name), layers.in_use():
@@ -199,7 +217,7 @@ def compare(model: Any, device: torch.device) -> list[dict[str, Any]]:
         return logits.double().log_softmax(-1)
 
     found = []
-    longest = log_probabilities("dequantized", 512)
+    longest = log_probabilities("dequantized", len(words))
     for number in COMPARED_TOKENS:
         base = log_probabilities("dequantized", number)
         ours = log_probabilities("codes", number)
