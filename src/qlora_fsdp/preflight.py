@@ -331,6 +331,8 @@ def _doubts(work: Workload, num_tokens: float, source: str) -> list[str]:
         num_sequences = math.ceil(num_tokens / config.training.num_epochs / length)
         num_steps = math.ceil(num_tokens / length / (config.training.global_batch_size or 1))
     few = None if num_steps is None else outlook.few_steps(num_steps, num_sequences)
+    if few is not None and num_sequences is not None:
+        few += " These numbers follow from the bytes of the data: preview counts its tokens, and may advise others."
     return [doubt for doubt in (few, outlook.unusual_rate()) if doubt is not None]
 
 

@@ -24,6 +24,7 @@ _SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 
 # Suffixes of the files that data/files/row_files.py reads.
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
+MAX_LOOKED_AT = 100_000  # entries of a folder, before it is known that none of them can be read
 # datasets' `save_to_disk` writes this beside the folders of a data set's splits.
 SAVED_SPLITS = "dataset_dict.json"
 
@@ -182,6 +183,14 @@ def is_missing(path: str) -> bool:
         return False
     is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(SUFFIXES) or is_pattern(path)
     return is_local and not match(path)
+
+
+def is_without_rows(folder: Path) -> bool:
+    """Whether no file in the folder has a suffix that is read. One too large to look through is taken to have some."""
+    for number, file in enumerate(folder.rglob("*")):
+        if file.name.endswith(SUFFIXES) or number == MAX_LOOKED_AT:
+            return False
+    return True
 
 
 def saved_splits(found: Iterable[Path]) -> list[str]:

@@ -135,12 +135,16 @@ def _check_paths(key: str, value: Any) -> Iterator[Problem]:
         fix = f"Set {key} to a file, a folder, a pattern, a hub name, or a list such as [a.jsonl,b.jsonl]."
         yield problem_about(key, value, f"must be {all_settings()[key].expected}.", fix)
         return
+    kinds = ", ".join(data_sets.SUFFIXES)
     for path in data_sets.as_paths(value):
         named = "" if value == path else f"names {path}, which "
         if not data_sets.is_missing(path):
-            if Path(path).expanduser().is_file() and not path.endswith(data_sets.SUFFIXES):
-                reason = f"{named}is of no known kind."
-                yield problem_about(key, value, reason, f"Use one of {', '.join(data_sets.SUFFIXES)}.")
+            local = Path(path).expanduser()
+            if local.is_file() and not path.endswith(data_sets.SUFFIXES):
+                yield problem_about(key, value, f"{named}is of no known kind.", f"Use one of {kinds}.")
+            elif local.is_dir() and data_sets.is_without_rows(local):
+                reason = f"{named}is a folder with no file of {kinds}."
+                yield problem_about(key, value, reason, f"Set {key} to a file or folder that has rows.")
             continue
         if data_sets.is_pattern(path):
             reason = f"{named}matches no file, seen from {Path.cwd()}."
