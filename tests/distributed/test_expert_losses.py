@@ -43,6 +43,8 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
     "fp4, plain scales": ("gpt_oss", ["quant=fp4", "quant.bnb_4bit_use_double_quant=false"]),
     "int8": ("mixtral", ["quant=int8"]),
     "int4": ("gpt_oss", ["quant=int4"]),
+    "mxfp4": ("qwen3_moe", ["quant=mxfp4"]),
+    "mxfp4 of transposes": ("gpt_oss", ["quant=mxfp4"]),
     "fp8": ("qwen3_moe", ["quant=fp8"]),
     "not quantized": ("deepseek_v3", ["quant=none"]),
     "experts not adapted": ("qwen3_moe", ["lora.experts=false"]),

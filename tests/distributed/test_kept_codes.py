@@ -1,6 +1,6 @@
-"""Checkpoints of compressed-tensors, in int4 and fp8: a model is trained on their own codes, and not on rounded ones.
+"""Checkpoints in int4, fp8 and MXFP4: a model is trained on their own codes, and not on rounded ones.
 
-They are made by the package compressed-tensors, and the reference reads them by stock transformers. A test is skipped
+Most are made by the package compressed-tensors, and the reference reads them by stock transformers. A test is skipped
 where the package is missing.
 """
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qlora_fsdp import merge
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import PIECE_BYTES
-from qlora_fsdp.config.schema import QuantConfig
+from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressed import package_parts
@@ -28,7 +28,7 @@ from tests.helpers.experts import as_bytes, build, load, make_experts
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.reference import stock_losses
 from tests.helpers.runs import settings, train_all
-from tests.helpers.scaled_checkpoints import load_dequantized, make_compressed
+from tests.helpers.scaled_checkpoints import load_dequantized, make_compressed, make_mxfp4
 
 pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
 pytestmark = pytest.mark.distributed
@@ -37,8 +37,10 @@ CASES = {
     "int4": ("llama", "int4", 32),
     "int4 in groups of 64": ("llama", "int4", 64),
     "fp8": ("llama", "fp8", 0),
+    "mxfp4": ("llama", "mxfp4", 32),
     "experts in int4": ("qwen3_moe", "int4", 32),
     "experts in fp8": ("qwen3_moe", "fp8", 0),
+    "experts in mxfp4": ("qwen3_moe", "mxfp4", 32),
 }
 
 
@@ -96,7 +98,7 @@ def exact(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """Checkpoints with scales in float32, and what stock transformers dequantizes of them: it does so in that dtype."""
     base = tmp_path_factory.mktemp("exact")
     pairs: dict[str, tuple[Path, Path]] = {}
-    for name in ("int4", "fp8"):
+    for name in ("int4", "fp8", "mxfp4"):
         folder = make_compressed(sources["llama"], base / name, name, scale_dtype=torch.float32)
         load_dequantized(folder, torch.float32).save_pretrained(base / f"{name}-twin")
         pairs[name] = (folder, base / f"{name}-twin")
@@ -114,6 +116,60 @@ def test_losses_are_those_of_stock_libraries(exact, rows: Path, tmp_path: Path):
             assert trained[name].losses == pytest.approx(expected, abs=1e-5)
             log = (tmp_path / name / "train.log").read_text()
             assert f"the checkpoint is already quantized ({name}): its bytes are taken as they are" in log
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """gpt-oss as it is published: experts in MXFP4, all else in 16 bits."""
+    base = tmp_path_factory.mktemp("gpt")
+    return make_mxfp4(make_experts("gpt_oss", base / "full"), base / "mxfp4")
+
+
+def count_wrong_experts(folder: Path) -> tuple[int, int]:
+    """How many weights are kept in codes, and in how many codes or scales differ from those of the files."""
+    Meeting.new_port()
+    processes = start_processes(60)
+    try:
+        stored = {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+        meta = build(folder, QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.mxfp4))
+        kept = [assignment for assignment in meta.assignments if assignment.keeps_codes]
+        found = load(meta, meta.assignments, processes, PIECE_BYTES if processes.num_ranks == 1 else 3000)
+        num_wrong = 0
+        for assignment in kept:
+            num_rows = assignment.layer.out_features
+            blocks = stored[f"{assignment.name}_blocks"].view(num_rows, -1)
+            powers = torch.exp2(stored[f"{assignment.name}_scales"].float() - 127).bfloat16()
+            wanted = {"codes": (blocks >> 4) | (blocks << 4), "scales": powers}
+            for part, expected in wanted.items():
+                own = found[f"{assignment.name}.{part}"].view(num_rows, -1)
+                in_bytes = as_bytes(expected).view(num_rows, -1)
+                num_wrong += not own[:, : in_bytes.shape[1]].equal(in_bytes)
+        return len(kept), num_wrong
+    finally:
+        stop_processes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_experts_of_gpt_oss_have_the_codes_of_its_files(gpt_oss: Path, num_ranks: int):
+    assert run_ranks(num_ranks, count_wrong_experts, gpt_oss) == [(4, 0)] * num_ranks
+
+
+def test_gpt_oss_is_trained_on_its_own_codes(gpt_oss: Path, rows: Path, tmp_path: Path):
+    twin = tmp_path / "twin"
+    full = AutoModelForCausalLM.from_pretrained(gpt_oss.parent / "full", dtype=torch.float32)
+    full.load_state_dict(load_dequantized(gpt_oss, torch.float32).state_dict())
+    full.save_pretrained(twin)
+    float32 = [
+        "training.precision=float32",
+        "training.packing=false",
+        "quant.llm_int8_skip_modules=[q_proj,k_proj,v_proj,o_proj,lm_head]",
+    ]
+    run = settings(gpt_oss, rows, *float32, "quant=mxfp4", f"run.folder={tmp_path / 'run'}")
+    expected = stock_losses(settings(twin, rows, *float32, "quant=none"))
+    for trained in run_ranks(2, train_all, {"run": run}):
+        assert trained["run"].losses == pytest.approx(expected, abs=1e-5)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "the checkpoint is in mxfp4: the codes of 4 weights are taken as they are" in log
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
@@ -145,7 +201,7 @@ def load_plain(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4"])
 def test_an_adapter_is_merged_into_the_values_of_the_codes(exact, name: str, tmp_path: Path):
     folder, twin = exact[name]
     torch.manual_seed(0)
@@ -187,7 +243,8 @@ LAYER = "model.layers.0.mlp.up_proj"
         ({f"{LAYER}.weight_scale": torch.ones(3, 2)}, {}, "(float32 [3, 2]) does not fit"),
         ({}, {"num_bits": 8}, "weights of 8 bits of type int, symmetric"),
         ({}, {"symmetric": False}, "weights of 4 bits of type int, asymmetric"),
-        ({}, {"type": "float"}, "weights of 4 bits of type float, symmetric"),
+        ({}, {"type": "float"}, "does not fit"),
+        ({}, {"type": "float", "symmetric": False}, "weights of 4 bits of type float, asymmetric"),
     ],
 )
 def test_what_is_stored_otherwise_is_refused(folders, tmp_path: Path, tensors, weights, message: str):
@@ -198,13 +255,13 @@ def test_what_is_stored_otherwise_is_refused(folders, tmp_path: Path, tensors, w
     assert "Set model.path" in str(caught.value) or "set model.path" in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["int4", "fp8"])
+@pytest.mark.parametrize("case", ["int4", "fp8", "mxfp4"])
 def test_values_that_are_not_finite_are_told(folders, tmp_path: Path, case: str):
-    """Scales of int4, and codes of fp8."""
-    name = f"{LAYER}.weight_scale" if case == "int4" else f"{LAYER}.weight"
+    """Scales of int4, codes of fp8, and exponents of mxfp4."""
+    name = f"{LAYER}.weight" if case == "fp8" else f"{LAYER}.weight_scale"
     (whole,) = [found[name] for file in folders[case].glob("*.safetensors") if name in (found := load_file(file))]
     bad = whole.float()
-    bad[3, 0] = float("nan")
+    bad[3, 0] = 255 if case == "mxfp4" else float("nan")
     folder = changed(folders[case], tmp_path / "changed", {name: bad.to(whole.dtype)})
     (said,) = run_ranks(1, refuse_loading, folder)
     assert f"{LAYER}.weight" in said and "NaN or infinite value" in said

@@ -62,6 +62,7 @@ OTHER_NUMBERS = {
     "nf4 without double quantization": (2, "llama", ["quant.bnb_4bit_use_double_quant=false"]),
     "int8": (2, "llama", ["quant=int8"]),
     "int4": (2, "llama", ["quant=int4"]),
+    "mxfp4": (2, "llama", ["quant=mxfp4"]),
     "int4 in groups of 64, dora": (2, "qwen2", ["quant=int4", "quant.group_size=64", "lora.use_dora=true"]),
     "fp8": (2, "llama", ["quant=fp8"]),
     "int8 embeddings and head": (2, "llama", ["quant.embeddings=int8"]),

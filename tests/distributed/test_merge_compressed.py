@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from qlora_fsdp import merge
 from qlora_fsdp.inference import merge_formats, merge_weights
 from qlora_fsdp.inference.rounding import draw_uniform
-from qlora_fsdp.weights.scaled import E2M1
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK
 from tests.helpers.checkpoints import SHAPE, make_checkpoint
 from tests.helpers.full_disk import fill_after_two_files
 
@@ -36,7 +36,7 @@ FORMATS = {
 }
 GROUPS = {"int4": 32, "int4 in groups of 64": 64, "fp8": None, "nvfp4": 16, "mxfp4": 32}
 GATE_UP = ("gate_proj", "up_proj")
-FP4 = torch.tensor([*E2M1, *(-value for value in E2M1)])
+FP4 = torch.tensor(FP4_BOOK)
 
 
 @pytest.fixture

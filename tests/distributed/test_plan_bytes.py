@@ -56,6 +56,7 @@ CASES: dict[str, list[str]] = {
     "default": [],
     "int8, large rank, rank-stabilized": ["quant=int8", "lora.r=128", "lora.use_rslora=true"],
     "int4": ["quant=int4"],
+    "mxfp4": ["quant=mxfp4"],
     "fp8": ["quant=fp8"],
     "unquantized, some layers": ["quant=none", "lora.target_modules=[q_proj,down_proj]"],
     "dora": ["lora.use_dora=true", "quant.bnb_4bit_use_double_quant=false"],

@@ -18,7 +18,7 @@ from tests.helpers.fused import differences, make_parts
 from tests.helpers.quantized import make_quantized
 
 FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.float32)]
-FORMATS += [Format("int4", blocksize=32), Format("fp8")]
+FORMATS += [Format("int4", blocksize=32), Format("mxfp4", blocksize=32), Format("fp8")]
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 

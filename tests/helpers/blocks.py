@@ -42,7 +42,11 @@ FORMATS = [
     for storage in STORAGES
 ]
 FORMATS += [Format("int4", blocksize=32), Format("int4", scale_dtype=torch.float32)]  # groups of 32 and of 64
-FORMATS += [Format("fp8"), Format("fp8", storage=torch.float32, scale_dtype=torch.float32)]
+FORMATS += [
+    Format("mxfp4", blocksize=32),
+    Format("fp8"),
+    Format("fp8", storage=torch.float32, scale_dtype=torch.float32),
+]
 CHECKPOINTS = list(itertools.product((torch.bfloat16, torch.float16, torch.float32), (1, 2)))  # dtype, number of files
 
 

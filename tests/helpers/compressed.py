@@ -9,9 +9,10 @@ from torch import Tensor
 
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.weights.scaled import scale_values
 
-PRESETS = {"int4": "W4A16", "fp8": "FP8_DYNAMIC"}
-LAYOUTS = {"int4": "pack-quantized", "fp8": "float-quantized"}
+PRESETS = {"int4": "W4A16", "fp8": "FP8_DYNAMIC", "mxfp4": "MXFP4A16"}
+LAYOUTS = {"int4": "pack-quantized", "fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized"}
 
 
 def compress(weight: Tensor, name: str, group_size: int, scale_dtype: torch.dtype) -> tuple[dict[str, Tensor], Any]:
@@ -28,9 +29,11 @@ def compress(weight: Tensor, name: str, group_size: int, scale_dtype: torch.dtyp
     if name == "int4":
         scheme.weights.group_size = group_size
     values = weight.float()
-    absmax = values.unflatten(1, (-1, group_size if name == "int4" else weight.shape[1])).abs().amax(2)
+    size = scheme.weights.group_size or weight.shape[1]
+    absmax = values.unflatten(1, (-1, size)).abs().amax(2)
     scales, _ = calculate_qparams(-absmax, absmax, scheme.weights)
-    scales = scales.to(scale_dtype).clamp_min(torch.finfo(scale_dtype).tiny)
+    if name != "mxfp4":  # whose powers of two are exact
+        scales = scales.to(scale_dtype).clamp_min(torch.finfo(scale_dtype).tiny)
     compressor = BaseCompressor.get_value_from_registry(LAYOUTS[name])
     return compressor.compress({"weight": values, "weight_scale": scales}, scheme), scheme
 
@@ -41,7 +44,10 @@ def package_parts(weight: Tensor, format: Format) -> dict[str, Tensor]:
     if format.quant_type == "fp8":
         return {"codes": found["weight"].view(torch.uint8), "scales": found["weight_scale"].flatten().float()}
     packed = found["weight_packed"].contiguous().view(torch.uint8)
-    return {"codes": (packed >> 4) | (packed << 4), "scales": found["weight_scale"]}
+    scales = found["weight_scale"]
+    if format.quant_type == "mxfp4":
+        scales = scale_values(scales).bfloat16()
+    return {"codes": (packed >> 4) | (packed << 4), "scales": scales}
 
 
 def through_package(weight: Tensor, quant: QuantConfig) -> Tensor:

@@ -148,7 +148,9 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         weight = getattr(model.get_submodule(name), key)
         if not should_convert_module(name, quant.llm_int8_skip_modules or []):
             continue
-        if quant.compressed_tensors is not CompressedFormat.none:
+        if quant.compressed_tensors is CompressedFormat.mxfp4 and model.get_submodule(name).is_transposed:
+            weight.data = through_package(weight.data.mT, quant).mT.contiguous()
+        elif quant.compressed_tensors is not CompressedFormat.none:
             weight.data = through_package(weight.data, quant)
         elif quant.load_in_8bit:
             weight.data = _through_int8(weight.data)

@@ -21,6 +21,7 @@ QUANTS = {
     "int4": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4),
     "int4 in groups of 128": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4, group_size=128),
     "fp8": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.fp8),
+    "mxfp4": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.mxfp4),
 }
 
 
@@ -90,7 +91,7 @@ def test_kernels_compute_what_torch_computes(quant: QuantConfig):
         if quant.compressed_tensors is CompressedFormat.fp8:
             kernels.dequantize_fp8(codes.view(torch.uint8).view(2, 35, -1), scales.view(2, 35), target)
         else:
-            book = format_module.code_book("int4", codes.device)
+            book = format_module.code_book(format.quant_type, codes.device)
             scales = scales.view(format.scale_dtype)
             kernels.dequantize(codes, scales, None, (book, book), format.blocksize, target)
         assert torch.equal(target, whole.view(2, 35, 384))

@@ -203,7 +203,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("memory.activations=false", "Set memory.activations=none."),
         ("kernels.cross_entropy=false", "Set kernels.cross_entropy=torch."),
         ("fsdp.sharding_strategy=full_shard", "Set fsdp.sharding_strategy=FULL_SHARD."),
-        ("quant=nf5", "is no option of quant: it has fp4, fp8, int4, int8, nf4, none. Did you mean quant=nf4?"),
+        ("quant=nf5", "is no option of quant: it has fp4, fp8, int4, int8, mxfp4, nf4, none. Did you mean quant=nf4?"),
         ("model=llama3-7b", "Did you mean model=llama3-70b?"),
         ("model=qwen2.5-7b", "Did you mean model=qwen2.5-7b-base or model=qwen2.5-7b-instruct?"),
         ("quant={load_in_4bit: true}", "is no option of quant"),
@@ -277,7 +277,7 @@ class TestOwnFolder:
             ("lora: 4\n", "lora=4 is not a setting."),
             (
                 "defaults: [override /quant: nf5]\n",
-                "Could not find 'quant/nf5' Available options in 'quant': fp4 fp8 int4 int8",
+                "Could not find 'quant/nf5' Available options in 'quant': fp4 fp8 int4 int8 mxfp4",
             ),
             ("defaults: [override /qant: nf4]\n", "can't be composed"),
             ("run: {name: 1.10}\n", "must be text, and what is written there is read as a number. Put it in quotes."),

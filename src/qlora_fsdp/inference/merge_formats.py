@@ -28,9 +28,9 @@ from transformers.utils.versions import require_version
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, GROUP_SIZES, NESTED_BLOCKSIZE
 from qlora_fsdp.inference.rounding import round_to_points
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK
 from qlora_fsdp.layers.quantized.format import Format, code_book
 from qlora_fsdp.runtime.hardware import dtype_name
-from qlora_fsdp.weights.scaled import E2M1
 
 FORMATS = ("nf4", "fp4", "int4", "fp8", "nvfp4", "mxfp4")
 PACKAGE_NAME = "compressed-tensors"
@@ -346,7 +346,7 @@ class CompressedTensorsFormat(WeightFormat):
             codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
             values = codes[codes.isfinite()]
         else:
-            values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+            values = torch.tensor(FP4_BOOK, device=device)
         points: Tensor = values.unique()
         return points
 

@@ -45,7 +45,7 @@ MAX_SECONDS = 60.0  # that the rows take in the first model; the others get the 
 LoadForm = Callable[[torch.dtype, torch.device], nn.Module]
 # Of 16 bits, what a base takes by whether it is in 4 and in 8 bits, with what stays in 16
 # Of the memory of a model in 16 bits, by the format of its base
-FORMAT_SHARES = {None: 1.0, "nf4": 0.4, "fp4": 0.4, "int4": 0.4, "int8": 0.6, "fp8": 0.6}
+FORMAT_SHARES = {None: 1.0, "nf4": 0.4, "fp4": 0.4, "int4": 0.4, "mxfp4": 0.4, "int8": 0.6, "fp8": 0.6}
 SPARE = 1.1  # of the memory of a model, for what computing takes
 # The types of GGUF files that round less than another
 FINER_GGUF = {"q4_0": ("q8_0", "f16"), "q8_0": ("f16", "bf16"), "f16": ("f32",), "bf16": ("f32",), "f32": ()}

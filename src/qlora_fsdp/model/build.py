@@ -157,17 +157,36 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
     if new and files.tensors:
         notes.append(f"not in the base's files, so trained in full: {', '.join(sorted(new))}")
+    dequantized_from: str | None = None
     if stored is not None and stored["quant_method"] in METHODS and not stored_formats(tensors):
-        note = f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read"
-        if settings.quant.base_format is not None:
-            note += ", and quantized again as quant says: its weights are rounded twice"
-        notes.append(note)
+        dequantized_from = str(stored["quant_method"])
         stored = None
     format, more_notes = _swap_layers(model, None if stored is None else tensors, settings, head)
     model.requires_grad_(False)
     may_lack = partial(is_outside_backbone, model=model) if settings.is_classifier else lambda name: False
     assignments = assign(model, tensors, not files.tensors, new, may_lack)
+    if dequantized_from is not None:
+        notes.append(_note_dequantized(dequantized_from, settings.quant.base_format, assignments))
     return MetaModel(model, config, assignments, format, notes + more_notes, head)
+
+
+def _note_dequantized(method: str, base_format: str | None, assignments: Sequence[Assignment]) -> str:
+    """What becomes of the weights of a checkpoint that is quantized in another way than the layers of the model.
+
+    Args:
+        method: its `quant_method`.
+        base_format: that of the model's layers; None if they are not quantized.
+        assignments: of all weights.
+    """
+    num_kept = sum(assignment.keeps_codes for assignment in assignments)
+    if num_kept:
+        return f"the checkpoint is in {method}: the codes of {plural(num_kept, 'weight')} are taken as they are"
+    note = f"the checkpoint is in {method}, which is dequantized while it is read"
+    if base_format is not None:
+        note += ", and quantized again as quant says: its weights are rounded twice"
+        if method == "mxfp4":
+            note += ". quant=mxfp4 takes its codes as they are"
+    return note
 
 
 def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> dict[str, Any] | None:

@@ -25,7 +25,9 @@ from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.text import list_some, plural, show_bytes, show_size
 from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
+from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
+from qlora_fsdp.layers.quantized.compressed import MXFP4_GROUP
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.linear import QuantizedEmbedding, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
@@ -49,6 +51,8 @@ def choose_format(quant: QuantConfig, dtype: torch.dtype) -> Format | None:
             return Format("int4", blocksize=quant.group_size, scale_dtype=dtype)
         case CompressedFormat.fp8:
             return Format("fp8", scale_dtype=dtype)
+        case CompressedFormat.mxfp4:
+            return Format("mxfp4", blocksize=MXFP4_GROUP)
         case CompressedFormat.none:
             pass
         case unknown:
@@ -168,35 +172,58 @@ def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
     smaller = [str(size) for size in GROUP_SIZES if size < format.blocksize]
     if smaller:
         fix = f"Set a smaller quant.group_size, {' or '.join(smaller)}. Or: {fix}"
-    return ConfigError([Problem(f"quant.group_size={format.blocksize}", reason, fix)])
+    setting = f"quant.group_size={format.blocksize}"
+    if format.quant_type == "mxfp4":
+        setting = "quant.compressed_tensors=mxfp4"
+    return ConfigError([Problem(setting, reason, fix)])
 
 
 def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype) -> None:
     """Swap the weights of fused experts, each of which is one tensor of three dimensions.
 
+    mxfp4 has its groups along the inputs of a matrix. So where a class has inputs as rows (gpt-oss), the transposes are
+    kept, as the published files have them.
+
     Raises:
         ConfigError: weights can't be quantized because blocks would cross their rows; all are listed.
     """
     skips = list(quant.llm_int8_skip_modules or [])
-    places = []
-    problems = []
+    by_module: dict[str, list[ExpertWeightPlace]] = {}
     for place in expert_weights(model):
-        if not (should_convert_module(place.module, skips) and should_convert_module(place.name, skips)):
-            continue
-        places.append(place)
-        reason = format.why_not(place.weight_in(model).shape[2])
-        if reason is not None:
-            problems.append(f"{place.name} {reason}")
+        if should_convert_module(place.module, skips) and should_convert_module(place.name, skips):
+            by_module.setdefault(place.module, []).append(place)
+    problems: list[str] = []
+    for name, places in by_module.items():
+        turns = _turns_experts(model.get_submodule(name), len(places), format)
+        for place in places:
+            reason = format.why_not(place.weight_in(model).shape[1 if turns else 2])
+            if reason is not None:
+                problems.append(f"{place.name} {reason}")
     if problems:
         raise _cannot_quantize(format, problems)
-    for place in places:
-        _swap_expert_weight(model, place, format, dtype)
+    for name, places in by_module.items():
+        module: Any = model.get_submodule(name)
+        turns = _turns_experts(module, len(places), format)
+        for place in places:
+            _swap_expert_weight(model, place, format, dtype, turns)
+        if turns:
+            module.is_transposed = False
 
 
-def _swap_expert_weight(model: nn.Module, place: ExpertWeightPlace, format: Format, dtype: torch.dtype) -> None:
-    module, shape = model.get_submodule(place.module), place.weight_in(model).shape
+def _turns_experts(module: Any, num_quantized: int, format: Format) -> bool:
+    """Whether a module of fused experts, of whose two weights some are quantized, gets the transposes of both."""
+    are_all_quantized = num_quantized == len(expert_weight_names(module))
+    return format.quant_type == "mxfp4" and bool(module.is_transposed) and are_all_quantized
+
+
+def _swap_expert_weight(
+    model: nn.Module, place: ExpertWeightPlace, format: Format, dtype: torch.dtype, turns: bool = False
+) -> None:
+    module = model.get_submodule(place.module)
+    num_experts, num_rows, num_columns = place.weight_in(model).shape
+    shape = (num_experts, num_columns, num_rows) if turns else (num_experts, num_rows, num_columns)
     delattr(module, place.key)
-    setattr(module, place.key, QuantizedExpertWeight((shape[0], shape[1], shape[2]), format, dtype))
+    setattr(module, place.key, QuantizedExpertWeight(shape, format, dtype, is_turned=turns))
 
 
 def swap_tables(model: PreTrainedModel, dtype: torch.dtype, has_new_head: bool, keep: Sequence[str]) -> list[str]:

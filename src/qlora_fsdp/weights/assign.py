@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import list_some
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
-from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, format_of, stored_tensors
+from qlora_fsdp.weights.composed import Assignment, ComposedTensor, Stored, format_of, stored_tensors, transposed
 from qlora_fsdp.weights.safetensors_files import StoredTensor, same_bytes
 from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.stored_quantization import (
@@ -165,6 +166,11 @@ def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]
     """Find what fills a quantized layer's weight: its values, or codes and scales that bitsandbytes has made."""
     stored = keys[name]
     shape = weight_shape(layer)
+    if isinstance(layer, QuantizedExpertWeight) and layer.is_turned:
+        try:
+            stored = transposed(name, stored)
+        except ValueError as error:
+            return Match(None, [name], problem=str(error))
     scales_key, format_key = int8_state_names(name)
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
     if scales_key not in keys and state_key not in keys:

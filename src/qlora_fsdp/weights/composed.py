@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.quantized.compressed import INT4_BOOK
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, MXFP4_GROUP
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.hardware import dtype_name
@@ -106,9 +106,29 @@ def turn_packed(name: str, stored: StoredTensor) -> Stored:
     """
     if not isinstance(stored, ScaledTensor) or not stored.is_turned:
         return stored
+    return _turned(name, stored)
+
+
+def _turned(name: str, stored: StoredTensor) -> ComposedTensor:
     num_matrices, height, width = stored.shape
     pieces = tuple(StoredRows(stored, index * height, height) for index in range(num_matrices))
     return ComposedTensor(name, (num_matrices, width, height), width, pieces, is_transposed=True)
+
+
+def transposed(name: str, stored: Stored) -> Stored:
+    """The transposes of the matrices of a tensor of the model, [E, rows, columns].
+
+    What `turn_packed` has turned is turned back, to rows as the files have them.
+
+    Raises:
+        ValueError: the files do not have the tensor as one.
+    """
+    tensors = stored.tensors if isinstance(stored, ComposedTensor) else [stored]
+    if len(tensors) != 1 or len(tensors[0].shape) != 3:
+        raise ValueError(f"{name} is not one tensor of all experts in the files")
+    if isinstance(stored, ComposedTensor) and stored.is_transposed:
+        return tensors[0]
+    return _turned(name, tensors[0])
 
 
 def as_composed(stored: Stored) -> ComposedTensor:
@@ -121,9 +141,10 @@ def as_composed(stored: Stored) -> ComposedTensor:
 
 
 def format_of(stored: Stored) -> Format | None:
-    """The format of ours that has the same codes and scales as a tensor of compressed-tensors; None: there is none.
+    """The format of ours that has the same codes and scales as a tensor of the files; None: there is none.
 
-    That of FP8 has a scale for each row. A scale for a whole weight is the one of each of its rows.
+    That of FP8 has a scale for each row. A scale for a whole weight is the one of each of its rows. gpt-oss's MXFP4 has
+    one where a layer holds the transposes too (`transposed`).
     """
     tensors = stored.tensors if isinstance(stored, ComposedTensor) else [stored]
     formats = {_format_of_tensor(tensor) for tensor in tensors}
@@ -132,10 +153,12 @@ def format_of(stored: Stored) -> Format | None:
 
 
 def _format_of_tensor(stored: StoredTensor) -> Format | None:
-    if not isinstance(stored, ScaledTensor) or not stored.scales.key.endswith("_scale"):
+    if not isinstance(stored, ScaledTensor):
         return None
+    if stored.book == FP4_BOOK:
+        return Format("mxfp4", blocksize=MXFP4_GROUP)
     scale_dtype = stored.scales.dtype
-    if scale_dtype not in SCALE_DTYPES:
+    if not stored.scales.key.endswith("_scale") or scale_dtype not in SCALE_DTYPES:
         return None
     if stored.book == INT4_BOOK and stored.block[1] in INT4_GROUPS:
         return Format("int4", blocksize=stored.block[1], scale_dtype=scale_dtype)

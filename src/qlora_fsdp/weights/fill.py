@@ -35,7 +35,7 @@ from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard
 from qlora_fsdp.weights.composed import Assignment, StoredRows, as_composed
 from qlora_fsdp.weights.row_reader import FiniteCheck, RowRequest, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor
-from qlora_fsdp.weights.scaled import ScaledTensor, dequantize_rows
+from qlora_fsdp.weights.scaled import ScaledTensor, dequantize_rows, scale_values
 
 # Random rows are drawn in blocks of this many, each with a seed of its own. So a rank can begin at any block, and the
 # values do not depend on the number of ranks.
@@ -416,7 +416,7 @@ class KeepCodes(Sink):
         layer: gets them.
         rows: where this rank's rows lie.
         scales: has their scales, which come before them.
-        finite: looks at codes that may stand for NaN, as those of FP8.
+        finite: looks at what may stand for NaN: codes of FP8, and exponents of mxfp4.
     """
 
     def __init__(self, layer: QuantizedLayer, rows: Sequence[Span], scales: HoldScales, finite: FiniteCheck) -> None:
@@ -435,6 +435,9 @@ class KeepCodes(Sink):
             self.finite.note(self.stored, torch.bfloat16, codes.view(torch.float8_e4m3fn).bfloat16())
         some = slice(first_row, first_row + len(codes))
         scales = self.scales.of(first_row, len(codes))
+        if scales.dtype == torch.uint8:
+            scales = scale_values(scales).bfloat16()
+            self.finite.note(self.stored, torch.bfloat16, scales)
         _write(self.codes[some], self.format.pack(codes))
         _write(self.own_scales[some], self.format.pack_scales(scales))
 

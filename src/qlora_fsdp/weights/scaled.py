@@ -6,8 +6,9 @@ MXFP4 ("mxfp4", as of gpt-oss; Open Compute Project, Microscaling Formats, versi
 byte with the first in the low half, and `W_scales`, a power of two for each 32 weights of a row. The files have each
 expert's matrix as the transpose of the model's.
 compressed-tensors ("compressed-tensors", as vLLM's users have them): int4 as `W_packed`, eight integers from -8 to 7 in
-an int32, each plus 8 and the first in the lowest bits, with `W_scale`, one for a group of a row; and FP8 as above, with
-`W_scale` for the whole weight, for each row or for each block.
+an int32, each plus 8 and the first in the lowest bits, with `W_scale`, one for a group of a row; mxfp4 as `W_packed`,
+two 4-bit floats a byte, with `W_scale` as MXFP4's, of the model's own matrices; and FP8 as above, with `W_scale` for
+the whole weight, for each row or for each block.
 
 Rows are dequantized while they are read, as transformers does it when it loads such files with `dequantize=True`: the
 products are taken in float32, and rounded to the compute dtype. They are then quantized like any others. But where a
@@ -27,17 +28,15 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import list_some, shorten
-from qlora_fsdp.layers.quantized.compressed import INT4_BOOK
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, MXFP4_GROUP
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # By the quant_method of a config's quantization_config: how the names of values end, and those of their scales.
 ENDINGS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
 COMPRESSED = "compressed-tensors"
 METHODS = (*ENDINGS, COMPRESSED)
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of a 4-bit float without its sign, which is the highest bit
-MXFP4_BLOCK = 32
+EXPONENT_OF_ONE = 127.0  # in a byte of exponents (E8M0)
 VALUES_A_TIME = 2**22  # dequantized at a time: 16 MiB in float32
-FP4_BOOK = (*E2M1, *(-value for value in E2M1))
 # Of inputs in FP8, which are not used here, and the shape of a packed weight, which that of its scales tells too.
 UNUSED = (".activation_scale", "_activation_scale", ".input_scale", ".weight_shape")
 # What compressed-tensors writes beside codes that mean something else than the product with their scale.
@@ -47,7 +46,9 @@ MORE_PARTS = {
     "_global_scale": "its scales have a scale (nvfp4)",
 }
 # The weights of compressed-tensors' schemes that are read, by their type, bits and whether they are symmetric.
-SCHEMES = (("int", 4, True), ("float", 8, True))
+INT4 = ("int", 4, True)
+FLOAT4 = ("float", 4, True)
+FLOAT8 = ("float", 8, True)
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class ScaledTensor(StoredTensor):
         scales: [..., rows of blocks, columns of blocks] with the leading dims of the values; or one element.
         block: rows and columns of the values that share a scale; the last blocks may be smaller.
         book: the values of codes of 4 bits; none of FP8.
+        is_turned: whether its matrices are the transposes of the model's, as those of gpt-oss are.
     """
 
     name: str
     scales: StoredTensor
     block: tuple[int, int]
     book: tuple[float, ...] = ()
+    is_turned: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -78,11 +81,6 @@ class ScaledTensor(StoredTensor):
     def is_packed(self) -> bool:
         """Whether a byte holds two values of 4 bits."""
         return self.dtype == torch.uint8
-
-    @property
-    def is_turned(self) -> bool:
-        """Whether its matrices are the transposes of the model's, as MXFP4's are."""
-        return self.book == FP4_BOOK
 
     @property
     def scales_per_row(self) -> int:
@@ -140,7 +138,7 @@ def _raise_if_any(method: str, problems: Sequence[str]) -> None:
 
 def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """`attach_scales` for a checkpoint of compressed-tensors. A packed weight gets the name of the weight."""
-    _check_schemes(quantization)
+    kinds = _read_schemes(quantization)
     found: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for key, stored in tensors.items():
@@ -155,7 +153,12 @@ def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mappin
         others = [reason for end, reason in MORE_PARTS.items() if f"{name}{end}" in tensors]
         made = None
         if scales is not None and not others:
-            made = _int4(name, stored, scales) if is_packed else _fp8(name, stored, scales, {})
+            if not is_packed:
+                made = _fp8(name, stored, scales, {})
+            elif INT4 in kinds and stored.dtype == torch.int32:
+                made = _int4(name, stored, scales)
+            elif FLOAT4 in kinds and stored.dtype == torch.uint8:
+                made = _fp4(name, stored, scales)
         if made is not None:
             found[name] = made
         elif others:
@@ -177,8 +180,8 @@ def _belongs_to_weight(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     return False
 
 
-def _check_schemes(quantization: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of compressed-tensors some of whose layers are quantized in another way than any here.
+def _read_schemes(quantization: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    """How the layers of a checkpoint of compressed-tensors are quantized: some of `INT4`, `FLOAT4` and `FLOAT8`.
 
     Raises:
         CheckpointError: it says so, or does not say how they are quantized.
@@ -186,26 +189,29 @@ def _check_schemes(quantization: Mapping[str, Any]) -> None:
     groups = quantization.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     problems: list[str] = []
+    kinds: set[tuple[Any, ...]] = set()
     for scheme in schemes:
         weights = scheme.get("weights") if isinstance(scheme, dict) else None
         if not isinstance(weights, dict):
             problems.append("a group of layers whose weights are not described")
             continue
         kind = (weights.get("type", "int"), weights.get("num_bits", 8), weights.get("symmetric", True))
-        if kind not in SCHEMES:
+        kinds.add(kind)
+        if kind not in (INT4, FLOAT4, FLOAT8):
             symmetry = "symmetric" if kind[2] else "asymmetric"
             problems.append(shorten(f"weights of {kind[1]} bits of type {kind[0]}, {symmetry}"))
     if problems or not schemes:
         what = problems[0] if problems else "no config_groups"
         raise CheckpointError(
-            f"The checkpoint is in {COMPRESSED}, and its quantization_config has {what}. Symmetric int4 and float8 "
-            "are read. Set model.path to the model in full precision."
+            f"The checkpoint is in {COMPRESSED}, and its quantization_config has {what}. Symmetric int4, mxfp4 "
+            "and float8 are read. Set model.path to the model in full precision."
         )
+    return kinds
 
 
 def _int4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
     """An int4 tensor with its scales; None if they do not fit."""
-    if packed.dtype != torch.int32 or len(packed.shape) != 2 or len(scales.shape) != 2:
+    if len(packed.shape) != 2 or len(scales.shape) != 2:
         return None
     if not scales.dtype.is_floating_point or scales.dtype.itemsize == 1:
         return None
@@ -216,6 +222,17 @@ def _int4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor
         return None
     codes = replace(packed, dtype=torch.uint8)
     return _scaled(name, codes, (rows, columns), scales, (1, columns // num_groups), INT4_BOOK)
+
+
+def _fp4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
+    """An mxfp4 tensor of compressed-tensors with its scales; None if they do not fit."""
+    if scales.dtype != torch.uint8 or len(packed.shape) != 2 or len(scales.shape) != 2:
+        return None
+    rows = packed.shape[0]
+    columns = packed.shape[1] * 2
+    if scales.shape != (rows, columns // MXFP4_GROUP) or columns % MXFP4_GROUP:
+        return None
+    return _scaled(name, packed, (rows, columns), scales, (1, MXFP4_GROUP), FP4_BOOK)
 
 
 def _fp8(name: str, stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, Any]) -> ScaledTensor | None:
@@ -246,11 +263,11 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> ScaledTenso
     """An MXFP4 tensor with its scales; None if they do not fit."""
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or len(blocks.shape) != 4:
         return None
-    if blocks.shape[-1] != MXFP4_BLOCK // 2 or scales.shape != blocks.shape[:-1]:
+    if blocks.shape[-1] != MXFP4_GROUP // 2 or scales.shape != blocks.shape[:-1]:
         return None
     num_experts, rows, num_blocks, _ = blocks.shape
-    shape = (num_experts, rows, num_blocks * MXFP4_BLOCK)
-    return _scaled(name, blocks, shape, scales, (1, MXFP4_BLOCK), FP4_BOOK)
+    shape = (num_experts, rows, num_blocks * MXFP4_GROUP)
+    return replace(_scaled(name, blocks, shape, scales, (1, MXFP4_GROUP), FP4_BOOK), is_turned=True)
 
 
 def name_of(stored: StoredTensor) -> str:
@@ -289,12 +306,17 @@ def dequantize_rows(stored: ScaledTensor, rows: Tensor, scales: Tensor, dtype: t
     for part in range(0, len(rows), step):
         some = slice(part, part + step)
         values = _unpack(rows[some], stored.book) if rows.dtype == torch.uint8 else rows[some].float()
-        factors = (scales[some].float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales[some].float()
+        factors = scale_values(scales[some])
         whole = num_values // columns * columns
         values[:, :whole].unflatten(1, (-1, columns)).mul_(factors[:, : num_values // columns, None])
         values[:, whole:].mul_(factors[:, num_values // columns :])
         out[some] = values
     return out
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """What stored scales stand for: float32, of floats or of uint8 exponents of two."""
+    return (scales.float() - EXPONENT_OF_ONE).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def _unpack(rows: Tensor, book: tuple[float, ...]) -> Tensor:

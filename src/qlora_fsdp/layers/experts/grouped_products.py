@@ -33,14 +33,21 @@ class QuantizedExpertWeight(StoredWeight):
         format: how the weight is quantized.
         dtype: the compute dtype, to which it is dequantized.
         device: where the Parameters are made; usually meta.
+        is_turned: whether each matrix is the transpose of the one that transformers' class has.
     """
 
     bias = None
 
     def __init__(
-        self, shape: tuple[int, int, int], format: Format, dtype: torch.dtype, device: torch.device | str = "meta"
+        self,
+        shape: tuple[int, int, int],
+        format: Format,
+        dtype: torch.dtype,
+        device: torch.device | str = "meta",
+        is_turned: bool = False,
     ) -> None:
         super().__init__()
+        self.is_turned = is_turned
         assert format.why_not(shape[2]) is None
         self.shape = torch.Size(shape)
         self._make_parts(shape[0] * shape[1], shape[2], format, dtype, device)

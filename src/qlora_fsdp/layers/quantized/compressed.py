@@ -7,9 +7,13 @@ compares codes and scales with the package's own.
 int4 ("pack-quantized", symmetric): integers from -8 to 7, and the largest magnitude of a group stands for 7.5. A code
 is the integer plus 8.
 fp8 ("float-quantized"): float8_e4m3fn, and the largest magnitude of a row stands for 448.
+mxfp4 ("mxfp4-pack-quantized"; Open Compute Project, Microscaling Formats, version 1.0): 4-bit floats in groups of 32,
+whose scale is a power of two. The largest magnitude of a group lies between 3.5 and 7 times its scale.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +21,10 @@ from torch import Tensor
 INT4_BOOK = tuple(float(code - 8) for code in range(16))
 INT4_LARGEST = 7.5  # that the largest magnitude of a group stands for
 FP8_LARGEST = 448.0
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1 without its sign, which is the highest bit
+FP4_BOOK = (*FP4_VALUES, *(-value for value in FP4_VALUES))
+MXFP4_GROUP = 32
+SMALLEST_POWER = -127  # that a byte of exponents holds
 ZERO_SCALE = torch.finfo(torch.float32).eps  # of groups of zeros
 
 
@@ -53,6 +61,38 @@ def quantize_fp8(rows: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor
     scales = _find_scales(rows.abs().amax(1), FP8_LARGEST, scale_dtype)
     scaled = (rows / scales.float().unsqueeze(1)).clamp_(-FP8_LARGEST, FP8_LARGEST)
     return scaled.to(torch.float8_e4m3fn), scales
+
+
+def quantize_mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to mxfp4.
+
+    Args:
+        rows: of any float dtype [n, in_features].
+
+    Returns:
+        codes: uint8 [n, in_features / 2]; the first of two codes is in the high half of a byte.
+        scales: bfloat16 [n, in_features / 32], which holds every power of two that the format has.
+    """
+    groups = rows.float().unflatten(1, (-1, MXFP4_GROUP))
+    fractions, exponents = torch.frexp(groups.abs().amax(2))
+    # From 1.75 on a magnitude counts as the next power of two, as it would be rounded with one bit behind the point.
+    powers = torch.where(fractions >= 1.75 / 2, exponents, exponents - 1)
+    powers = torch.where(fractions == 0, SMALLEST_POWER, powers - 2).clamp_min(SMALLEST_POWER)
+    scales = torch.ldexp(torch.ones_like(fractions), powers)
+    scaled = groups / scales.unsqueeze(2)
+    codes = torch.bucketize(scaled.abs(), _fp4_bounds(rows.device), out_int32=True).to(torch.uint8)
+    codes = (codes | (scaled < 0).to(torch.uint8) << 3).flatten(1)
+    return (codes[:, ::2] << 4) | codes[:, 1::2], scales.bfloat16()
+
+
+@cache
+def _fp4_bounds(device: torch.device) -> Tensor:
+    """Up to which magnitude each code but the last is the nearest: float32 [7]. A tie goes to the even code."""
+    values = torch.tensor(FP4_VALUES)
+    middles = (values[:-1] + values[1:]) / 2
+    below = middles.nextafter(torch.zeros(()))
+    is_even = torch.arange(len(middles)) % 2 == 0
+    return torch.where(is_even, middles, below).to(device)
 
 
 def _find_scales(absmax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:

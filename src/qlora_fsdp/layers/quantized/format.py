@@ -5,7 +5,8 @@ A weight W of `out_features` x `in_features` becomes two or three tensors. Ranks
     codes          `storage` [out, in / 2 bytes] (4-bit) or [out, in bytes] (int8, fp8)
     scales         nf4, fp4: the absmax of each block, float32 [out, in / blocksize]; with double quantization one byte
                    each, in `storage`
-                   int4: the scale of each block in `scale_dtype`, as bytes of float32 [out, in / blocksize scales]
+                   int4, mxfp4: the scale of each block in `scale_dtype`, as bytes of float32 [out, in / blocksize
+                   scales]; a power of two of mxfp4 is kept in bfloat16, whose kernels are int4's
                    int8: the absmax of each row, float32 [out]
                    fp8: the scale of each row, float32 [out]
     nested_scales  with double quantization only: float32 [groups + 1]. The absmax of each 256 scales in row-major
@@ -14,8 +15,9 @@ A weight W of `out_features` x `in_features` becomes two or three tensors. Ranks
 `Format.parts` computes these shapes for the layers and for the memory plan.
 
 The bytes of nf4, fp4 and int8 are those that bitsandbytes makes of the same tensor: `quantize_4bit`,
-`quantize_blockwise` and `int8_vectorwise_quant`. Those of int4 and fp8 are compressed-tensors' (compressed.py), but for
-the order of two codes in a byte: the first is in the high half here, as bitsandbytes has it, and in the low half there.
+`quantize_blockwise` and `int8_vectorwise_quant`. Those of int4, fp8 and mxfp4 are compressed-tensors' (compressed.py),
+but for the order of two codes in a byte: the first is in the high half here, as bitsandbytes has it, and in the low
+half there.
 Scales of 16 bits are kept in elements of float32, so that what FSDP2 gathers together with codes in bfloat16 has two
 dtypes (docs/design.md#bytes).
 
@@ -40,7 +42,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
 from qlora_fsdp.layers.kernels.launch import moves
-from qlora_fsdp.layers.quantized.compressed import INT4_BOOK, quantize_fp8, quantize_int4
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, quantize_fp8, quantize_int4, quantize_mxfp4
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
@@ -48,7 +50,7 @@ MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
 # every supported torch shards.
 STORAGE_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 VALUES_A_TIME = 2**22  # quantized or dequantized at a time by plain torch: 16 MiB in float32
-QuantType = Literal["nf4", "fp4", "int8", "int4", "fp8"]
+QuantType = Literal["nf4", "fp4", "int8", "int4", "fp8", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Format:
             bytes count.
         dequantizer: nf4 and fp4 only: whose kernel dequantizes whole weights on a GPU (`kernels.dequantize`). It is no
             part of what is stored.
-        scale_dtype: int4 and fp8 only: the dtype to which scales are rounded.
+        scale_dtype: int4 and fp8 only: the dtype to which scales are rounded; mxfp4's are in bfloat16.
     """
 
     quant_type: QuantType
@@ -77,7 +79,7 @@ class Format:
     def is_4bit(self) -> bool:
         """Whether two weights share a byte and each block of a row has its own scale; others have one scale a row."""
         match self.quant_type:
-            case "nf4" | "fp4" | "int4":
+            case "nf4" | "fp4" | "int4" | "mxfp4":
                 return True
             case "int8" | "fp8":
                 return False
@@ -90,7 +92,7 @@ class Format:
         match self.quant_type:
             case "nf4" | "fp4" | "int8":
                 return True
-            case "int4" | "fp8":
+            case "int4" | "fp8" | "mxfp4":
                 return False
             case _:
                 assert_never(self.quant_type)
@@ -170,7 +172,9 @@ class Format:
 
     def _quantize_compressed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The same in a format of compressed-tensors."""
-        if self.is_4bit:
+        if self.quant_type == "mxfp4":
+            codes, scales = quantize_mxfp4(weight)
+        elif self.is_4bit:
             codes, scales = quantize_int4(weight, self.blocksize, self.scale_dtype)
         else:
             codes, scales = quantize_fp8(weight, self.scale_dtype)
@@ -181,7 +185,7 @@ class Format:
         """Scales of compressed-tensors as `parts` has them.
 
         Args:
-            scales: `scale_dtype` [rows, in_features / blocksize] for int4, [rows, 1] for fp8.
+            scales: `scale_dtype` [rows, in_features / blocksize] for int4 and mxfp4, [rows, 1] for fp8.
         """
         return _pack(scales, torch.float32) if self.is_4bit else scales[:, 0].float()
 
@@ -336,7 +340,13 @@ def has_triton() -> bool:
 @cache
 def code_book(quant_type: str, device: torch.device) -> Tensor:
     """The 16 values of a 4-bit code: float32. The largest of nf4 and fp4 is 1 (arXiv:2305.14314, appendix E)."""
-    values: Tensor = torch.tensor(INT4_BOOK) if quant_type == "int4" else bnb.get_4bit_type(quant_type, device="cpu")
+    match quant_type:
+        case "int4":
+            values = torch.tensor(INT4_BOOK)
+        case "mxfp4":
+            values = torch.tensor(FP4_BOOK)
+        case _:
+            values = bnb.get_4bit_type(quant_type, device="cpu")
     return values.float().to(device)
 
 
