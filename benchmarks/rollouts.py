@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step, most time first")
     parser.add_argument("--skip-comparison", action="store_true", help="of the logits of both ways of products")
     parser.add_argument("--out", type=Path, default=Path("rollouts.json"))
+    parser.add_argument("settings", nargs="*", help="further settings, such as quant=mxfp4")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
@@ -127,7 +128,7 @@ def main() -> None:
         else:
             write_preset(args.shape, checkpoint, args.layers)
         write_adapter(checkpoint, adapter)
-        overrides = [f"adapter={adapter}", f"model.path={checkpoint}"]
+        overrides = [f"adapter={adapter}", f"model.path={checkpoint}", *args.settings]
         if not args.model:
             overrides.append("model.weights=random")
         measure = compare_real if args.model else body
@@ -196,6 +197,8 @@ def fill(model: nn.Module) -> None:
                 module.scales.view(torch.uint8).random_()
                 module.nested_scales.fill_(0.005)
                 module.nested_scales[-1] = 0.03
+            elif module.format.is_4bit and not module.format.is_bitsandbytes:
+                module.scales.view(module.format.scale_dtype).uniform_(0.025, 0.035)
             else:
                 module.scales.uniform_(0.025, 0.035)
         elif not isinstance(module, nn.Linear) or "lora" not in type(module).__module__:

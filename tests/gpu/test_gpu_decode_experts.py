@@ -18,6 +18,8 @@ from tests.helpers.decode_experts import compare_experts
         ("mixtral", Format("fp4"), 5),
         ("mixtral", Format("int8"), 8),
         ("nemotron_h", Format("nf4", True), 16),
+        ("qwen3_moe", Format("mxfp4", blocksize=32), 16),
+        ("gpt_oss", Format("int4", blocksize=32), 16),
         ("gpt_oss", Format("nf4", True), 16),
         ("gpt_oss", Format("fp4"), 0),
         ("gpt_oss", Format("nf4", True, 128), 20),

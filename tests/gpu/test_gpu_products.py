@@ -22,6 +22,9 @@ FORMATS = [
     Format("nf4", blocksize=32),
     Format("nf4", True, 128),
     Format("fp4", blocksize=256),
+    Format("int4", blocksize=32),
+    Format("int4", blocksize=128),
+    Format("mxfp4", blocksize=32),
     Format("int8"),
 ]
 

@@ -26,6 +26,9 @@ interpreted = pytest.mark.skipif(
         ("qwen3_moe", Format("fp4"), 60, 0),  # of an expert, more rows than a tile has
         ("mixtral", Format("nf4", True), 3, 12),
         ("mixtral", Format("int8"), 9, 4),
+        ("mixtral", Format("int4", blocksize=32), 9, 4),
+        ("qwen3_moe", Format("mxfp4", blocksize=32), 9, 4),
+        ("gpt_oss", Format("int4", blocksize=32), 9, 4),
         ("nemotron_h", Format("nf4"), 9, 4),  # no gate
         ("gpt_oss", Format("nf4", True), 9, 4),  # scales lie along the outputs, and there are biases
         ("gpt_oss", Format("fp4"), 60, 20),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bitsandbytes.functional import get_4bit_type
 from tests.helpers.products import compare, divided, sorted_rows
 
 from qlora_fsdp.layers.kernels.launch import HAS_TRITON
 from qlora_fsdp.layers.kernels.triton_products import MAX_ROWS, Tile, best_tile, lookup, max_tiles
-from qlora_fsdp.layers.quantized.format import Format
+from qlora_fsdp.layers.quantized.format import Format, code_book
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or not HAS_TRITON, reason="tests/gpu runs the kernels themselves; without Triton none"
@@ -61,9 +60,9 @@ def run(text: str, codes: int) -> list[int]:
     return [words[f"${number}"] for number in range(4)]
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4", "int4", "mxfp4"])
 def test_codes_are_looked_up(quant_type: str) -> None:
-    book = get_4bit_type(quant_type, device="cpu").to(torch.bfloat16)
+    book = code_book(quant_type, torch.device("cpu")).to(torch.bfloat16)
     text = lookup(tuple(book.tolist()), torch.bfloat16)
     for seed in range(64):
         codes = np.random.default_rng(seed).integers(0, 256, 4, dtype=np.uint8)
@@ -92,6 +91,9 @@ def test_products_of_two_weights_with_biases_and_adapters(quant_type: str, doubl
         (Format("nf4", True, 128), [48], 512, 3, Tile(32, 16, 1, 3, 4, 3)),
         (Format("nf4", False, 256), [48], 512, 40, Tile(32, 32, 2, 1, 4, 3)),
         (Format("nf4", False, 32), [48], 96, 3, Tile(32, 16, 1, 1, 4, 3)),
+        (Format("int4", blocksize=32), [48], 96, 3, Tile(32, 16, 1, 1, 4, 3)),  # scales in bfloat16
+        (Format("int4", scale_dtype=torch.float32), [48], 192, 3, Tile(32, 16, 1, 1, 4, 3)),
+        (Format("mxfp4", blocksize=32), [48, 32], 256, 20, Tile(32, 32, 4, 2, 4, 3)),
         (Format("int8"), [48, 32], 192, 19, Tile(32, 16, 1, 2, 4, 3)),
         (Format("nf4", True), [96, 40], 256, 40, Tile(64, 64, 1, 1, 4, 3, scales_weight=True)),
     ],

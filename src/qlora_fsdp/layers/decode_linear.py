@@ -228,15 +228,15 @@ def products_tile(layers: Sequence[QuantizedLinear], x_NI: Tensor) -> Tile | Non
     """How our kernel divides the products of layers with the same input.
 
     Returns:
-        None if something else computes them: on a CPU, on GPUs without Triton or bfloat16, in float32, for formats of
-        compressed-tensors, for more rows than it is fast for, for few rows of small weights, and for layers of unlike
-        formats, as ranks may have (`own_parts`).
+        None if something else computes them: on a CPU, on GPUs without Triton or bfloat16, in float32, for formats
+        without such products, for more rows than it is fast for, for few rows of small weights, and for layers of
+        unlike formats, as ranks may have (`own_parts`).
     """
     first = layers[0]
     num_rows = len(x_NI)
     if not x_NI.is_cuda or x_NI.dtype == torch.float32 or num_rows == 0 or not has_tensor_cores(x_NI.device):
         return None
-    if not first.format.is_bitsandbytes:
+    if not first.format.has_products:
         return None
     for layer in layers:
         is_alike = layer.format == first.format and (layer.bias is None) == (first.bias is None)

@@ -184,6 +184,6 @@ def why_not_coded(experts: nn.Module) -> str | None:
     for weight in (parts.up, parts.down):
         if not isinstance(weight, QuantizedExpertWeight):
             return "it is not quantized"
-        if not weight.format.is_bitsandbytes:
+        if not weight.format.has_products:
             return f"no kernel multiplies codes in {weight.format.quant_type}"
     return None

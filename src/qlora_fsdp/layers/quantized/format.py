@@ -97,6 +97,17 @@ class Format:
             case _:
                 assert_never(self.quant_type)
 
+    @property
+    def has_products(self) -> bool:
+        """Whether a kernel multiplies its codes (kernels/triton_products.py)."""
+        match self.quant_type:
+            case "nf4" | "fp4" | "int8" | "int4" | "mxfp4":
+                return True
+            case "fp8":
+                return False
+            case _:
+                assert_never(self.quant_type)
+
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of every tensor that stands for a weight of this shape.
 

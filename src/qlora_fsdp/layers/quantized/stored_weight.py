@@ -89,6 +89,8 @@ def weight_codes(layer: StoredWeight, bias: Tensor | None) -> WeightCodes:
     if not format.is_4bit:
         return WeightCodes(codes.view(torch.int8), scales, None, bias)
     nested: Tensor | None = None
+    if not format.is_bitsandbytes:
+        scales = scales.view(format.scale_dtype)
     if format.double_quant:
         scales = scales.view(torch.uint8)
         nested = layer.nested_scales
