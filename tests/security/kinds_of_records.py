@@ -271,6 +271,16 @@ def _load_int4(folder: Path) -> None:
     load_model(folder / "int4")
 
 
+def _make_mxfp4(folder: Path) -> None:
+    make_checkpoint("llama", folder / "source", torch.float32, max_shard_size="1GB")
+    make_compressed(folder / "source", folder / "mxfp4", "mxfp4")
+    shutil.rmtree(folder / "source")
+
+
+def _load_mxfp4(folder: Path) -> None:
+    load_model(folder / "mxfp4")
+
+
 def _load_fp8(folder: Path) -> None:
     load_model(folder / "fp8")
 
@@ -281,6 +291,8 @@ KINDS_OF_RECORDS: dict[str, Kind] = {
     "fp8's config.json": Kind(_make_fp8, "fp8/config.json", _load_fp8),
     "int4 safetensors": Kind(_make_int4, "int4/model.safetensors", _load_int4, is_text=False),
     "int4's config.json": Kind(_make_int4, "int4/config.json", _load_int4),
+    "mxfp4 safetensors": Kind(_make_mxfp4, "mxfp4/model.safetensors", _load_mxfp4, is_text=False),
+    "mxfp4's config.json": Kind(_make_mxfp4, "mxfp4/config.json", _load_mxfp4),
     "rows of a report": Kind(_make_report_rows, "rows.safetensors", _read_report_rows, is_text=False),
     "teacher's settings": Kind(_make_second_adapter, "adapter/adapter_config.json", _use_second_adapter),
     "teacher's weights": Kind(_make_second_adapter, f"adapter/{ADAPTER_WEIGHTS}", _use_second_adapter, is_text=False),

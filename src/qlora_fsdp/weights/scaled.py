@@ -180,7 +180,7 @@ def _belongs_to_weight(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     return False
 
 
-def _read_schemes(quantization: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+def _read_schemes(quantization: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """How the layers of a checkpoint of compressed-tensors are quantized: some of `INT4`, `FLOAT4` and `FLOAT8`.
 
     Raises:
@@ -189,14 +189,14 @@ def _read_schemes(quantization: Mapping[str, Any]) -> set[tuple[Any, ...]]:
     groups = quantization.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     problems: list[str] = []
-    kinds: set[tuple[Any, ...]] = set()
+    kinds: list[tuple[Any, ...]] = []  # of values from a file, which may be unhashable
     for scheme in schemes:
         weights = scheme.get("weights") if isinstance(scheme, dict) else None
         if not isinstance(weights, dict):
             problems.append("a group of layers whose weights are not described")
             continue
         kind = (weights.get("type", "int"), weights.get("num_bits", 8), weights.get("symmetric", True))
-        kinds.add(kind)
+        kinds.append(kind)
         if kind not in (INT4, FLOAT4, FLOAT8):
             symmetry = "symmetric" if kind[2] else "asymmetric"
             problems.append(shorten(f"weights of {kind[1]} bits of type {kind[0]}, {symmetry}"))
