@@ -23,7 +23,7 @@ from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressed import package_parts
+from tests.helpers.compressed import package_parts, through_package
 from tests.helpers.experts import as_bytes, build, load, make_experts
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.reference import stock_losses
@@ -170,6 +170,32 @@ def test_gpt_oss_is_trained_on_its_own_codes(gpt_oss: Path, rows: Path, tmp_path
         assert trained["run"].losses == pytest.approx(expected, abs=1e-5)
     log = (tmp_path / "run" / "train.log").read_text()
     assert "the checkpoint is in mxfp4: the codes of 4 weights are taken as they are" in log
+
+
+def test_transposes_in_mxfp4_are_merged_into_what_was_trained_on(gpt_oss: Path, tmp_path: Path, capsys):
+    """Of gpt-oss in 16 bits. Those of its files in MXFP4 are what they are, and only base=full is taken."""
+    full = gpt_oss.parent / "full"
+    torch.manual_seed(0)
+    stock = load_plain(full)
+    quant = QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.mxfp4)
+    for name, weight in stock.named_parameters():
+        if "experts" in name and weight.ndim == 3:
+            weight.data = through_package(weight.data.bfloat16().mT, quant).float().mT.contiguous()
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = peft.get_peft_model(stock, peft.LoraConfig(target_parameters=experts, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = adapted.merge_and_unload().state_dict()
+    arguments = [f"adapter={tmp_path / 'adapter'}", "model.tokenizer_path=bytes", "report=false", "base=dequantized"]
+    arguments += ["quant=mxfp4", "quant.llm_int8_skip_modules=[q_proj,k_proj,v_proj,o_proj,lm_head]"]
+    arguments += ["training.precision=bfloat16"]
+    assert merge.main([*arguments, f"model.path={full}", f"out={tmp_path / 'out'}"]) == 0
+    found = load_plain(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key] - tensor).abs().max() <= 2**-7 * tensor.abs().max(), key
+    capsys.readouterr()
+    assert merge.main([*arguments, f"model.path={gpt_oss}", f"out={tmp_path / 'other'}"]) == 2
+    assert "base=dequantized is not needed: the experts were trained on the codes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])

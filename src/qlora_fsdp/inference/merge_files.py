@@ -180,7 +180,7 @@ def plan_merge(merge: merge_weights.Merge, changes: dict[str, merge_weights.Para
 
     Raises:
         CheckpointError: weights would get codes or rows that can't be written.
-        ConfigError: they would be merged with experts that are kept as transposes.
+        ConfigError: experts would be dequantized that are the files' own.
     """
     _refuse_turned(merge)
     _refuse_composed(merge, changes)
@@ -345,17 +345,16 @@ def _has_plain_experts(merge: merge_weights.Merge) -> bool:
 
 
 def _refuse_turned(merge: merge_weights.Merge) -> None:
-    """Refuse to merge into dequantized experts that are kept as the transposes of the model's matrices.
+    """Refuse to dequantize experts whose codes are those of the files: these are the transposes of the result's.
 
     Raises:
         ConfigError: some are.
     """
-    modules = [assignment.module for assignment in merge.meta.assignments]
-    if not any(isinstance(module, QuantizedExpertWeight) and module.is_turned for module in modules):
-        return
-    reason = "can't be used with experts in mxfp4, which are kept as the transposes of the model's matrices."
-    fix = "Leave base out: the values of the files are merged with, which are the trained ones if they are in MXFP4."
-    raise ConfigError([Problem("base=dequantized", reason, fix)])
+    for assignment in merge.meta.assignments:
+        module = assignment.module
+        if isinstance(module, QuantizedExpertWeight) and module.is_turned and assignment.keeps_codes:
+            reason = "is not needed: the experts were trained on the codes of the files, whose values are merged with."
+            raise ConfigError([Problem("base=dequantized", reason, "Leave base out.")])
 
 
 def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> None:
