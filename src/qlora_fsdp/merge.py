@@ -375,7 +375,7 @@ def _describe_end(
     """
     from qlora_fsdp.inference.merge_formats import KINDS, PACKAGE_NAME
 
-    is_for_servers = quantize in KINDS  # and can't be loaded here
+    is_for_servers = quantize in KINDS  # which they load, whatever else does
     files = list(out.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
     what = f"{plural(len(files), 'file')} of weights, {size}"

@@ -172,30 +172,28 @@ def test_gpt_oss_is_trained_on_its_own_codes(gpt_oss: Path, rows: Path, tmp_path
     assert "the checkpoint is in mxfp4: the codes of 4 weights are taken as they are" in log
 
 
-def test_transposes_in_mxfp4_are_merged_into_what_was_trained_on(gpt_oss: Path, tmp_path: Path, capsys):
-    """Of gpt-oss in 16 bits. Those of its files in MXFP4 are what they are, and only base=full is taken."""
-    full = gpt_oss.parent / "full"
+@pytest.mark.parametrize("is_in_codes", [True, False])
+def test_transposes_in_mxfp4_are_merged_into_what_was_trained_on(gpt_oss: Path, tmp_path: Path, is_in_codes: bool):
+    """gpt-oss's own codes, and those of its weights in 16 bits."""
     torch.manual_seed(0)
-    stock = load_plain(full)
+    folder = gpt_oss if is_in_codes else gpt_oss.parent / "full"
+    stock = load_dequantized(folder, torch.float32).float() if is_in_codes else load_plain(folder)
     quant = QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.mxfp4)
     for name, weight in stock.named_parameters():
-        if "experts" in name and weight.ndim == 3:
+        if not is_in_codes and "experts" in name and weight.ndim == 3:
             weight.data = through_package(weight.data.bfloat16().mT, quant).float().mT.contiguous()
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = peft.get_peft_model(stock, peft.LoraConfig(target_parameters=experts, init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
     expected = adapted.merge_and_unload().state_dict()
-    arguments = [f"adapter={tmp_path / 'adapter'}", "model.tokenizer_path=bytes", "report=false", "base=dequantized"]
+    arguments = [f"adapter={tmp_path / 'adapter'}", f"model.path={folder}", f"out={tmp_path / 'out'}"]
+    arguments += ["model.tokenizer_path=bytes", "report=false", "base=dequantized", "training.precision=bfloat16"]
     arguments += ["quant=mxfp4", "quant.llm_int8_skip_modules=[q_proj,k_proj,v_proj,o_proj,lm_head]"]
-    arguments += ["training.precision=bfloat16"]
-    assert merge.main([*arguments, f"model.path={full}", f"out={tmp_path / 'out'}"]) == 0
+    assert merge.main(arguments) == 0
     found = load_plain(tmp_path / "out").state_dict()
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert (found[key] - tensor).abs().max() <= 2**-7 * tensor.abs().max(), key
-    capsys.readouterr()
-    assert merge.main([*arguments, f"model.path={gpt_oss}", f"out={tmp_path / 'other'}"]) == 2
-    assert "base=dequantized is not needed: the experts were trained on the codes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, RunFolderError
+from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, free_bytes, remove_leftovers, replacing, write_json
 from qlora_fsdp.common.foreign_files import named_templates, read_json_object
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
@@ -32,7 +32,6 @@ from qlora_fsdp.data.chats.stops import end_ids_of
 from qlora_fsdp.data.stop_tokens import GENERATION_FILE
 from qlora_fsdp.inference import merge_weights
 from qlora_fsdp.inference.merge_formats import CompressedTensorsFormat, WeightFormat
-from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.layers.experts.llama4 import Llama4Moe
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.adapters.apply import base_linears
@@ -180,9 +179,7 @@ def plan_merge(merge: merge_weights.Merge, changes: dict[str, merge_weights.Para
 
     Raises:
         CheckpointError: weights would get codes or rows that can't be written.
-        ConfigError: experts would be dequantized that are the files' own.
     """
-    _refuse_turned(merge)
     _refuse_composed(merge, changes)
     extra = _find_extra(merge, changes)
     by_file = _find_merged(merge)
@@ -342,19 +339,6 @@ def _has_plain_experts(merge: merge_weights.Merge) -> bool:
         if is_of_experts and key.endswith(".weight") and key not in codes:
             return True
     return False
-
-
-def _refuse_turned(merge: merge_weights.Merge) -> None:
-    """Refuse to dequantize experts whose codes are those of the files: these are the transposes of the result's.
-
-    Raises:
-        ConfigError: some are.
-    """
-    for assignment in merge.meta.assignments:
-        module = assignment.module
-        if isinstance(module, QuantizedExpertWeight) and module.is_turned and assignment.keeps_codes:
-            reason = "is not needed: the experts were trained on the codes of the files, whose values are merged with."
-            raise ConfigError([Problem("base=dequantized", reason, "Leave base out.")])
 
 
 def _refuse_composed(merge: merge_weights.Merge, changes: dict[str, merge_weights.ParameterChange]) -> None:

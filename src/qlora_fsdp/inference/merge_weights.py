@@ -190,6 +190,8 @@ class WeightMerger:
                     return weight
         matrix = weight.view(-1, weight.shape[-1])
         self._merge_rows(assignment, 0, matrix)
+        if isinstance(assignment.module, QuantizedExpertWeight) and assignment.module.is_turned:
+            weight = weight.mT.contiguous()  # as transformers' class has it
         return weight.to(dtype)
 
     def merged_pieces(self, stored: StoredTensor, uses: Sequence[PieceUse]) -> Tensor:

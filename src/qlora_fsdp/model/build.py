@@ -178,14 +178,19 @@ def _note_dequantized(method: str, base_format: str | None, assignments: Sequenc
         base_format: that of the model's layers; None if they are not quantized.
         assignments: of all weights.
     """
-    num_kept = sum(assignment.keeps_codes for assignment in assignments)
-    if num_kept:
+    scaled = [each for each in assignments if each.stored is not None and is_scaled(each.stored)]
+    num_kept = sum(assignment.keeps_codes for assignment in scaled)
+    num_twice = sum(assignment.is_quantized for assignment in scaled) - num_kept
+    if num_twice == 0 and num_kept > 0:
         return f"the checkpoint is in {method}: the codes of {plural(num_kept, 'weight')} are taken as they are"
     note = f"the checkpoint is in {method}, which is dequantized while it is read"
-    if base_format is not None:
-        note += ", and quantized again as quant says: its weights are rounded twice"
-        if method == "mxfp4":
-            note += ". quant=mxfp4 takes its codes as they are"
+    if num_twice == 0:
+        return note
+    note += f", and quantized again as quant says: {plural(num_twice, 'weight')} are rounded twice"
+    if method == "mxfp4" and base_format != "mxfp4":
+        note += ". quant=mxfp4 takes the codes as they are"
+    elif method == "mxfp4":
+        note += ". Codes are kept where both weights of a layer's experts are quantized"
     return note
 
 

@@ -181,8 +181,8 @@ def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
 def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype) -> None:
     """Swap the weights of fused experts, each of which is one tensor of three dimensions.
 
-    mxfp4 has its groups along the inputs of a matrix. So where a class has inputs as rows (gpt-oss), the transposes are
-    kept, as the published files have them.
+    Groups of mxfp4 are to lie along the inputs of a matrix, as in published files. So where a class calls its weights
+    transposed (gpt-oss), with inputs as rows, the transposes are kept.
 
     Raises:
         ConfigError: weights can't be quantized because blocks would cross their rows; all are listed.

@@ -299,7 +299,8 @@ class OwnExperts:
 
     def _own_weight(self, weight: QuantizedExpertWeight) -> QuantizedExpertWeight:
         format, parts = own_parts(weight)
-        own = QuantizedExpertWeight((self.num, *weight.shape[1:]), format, weight.compute_dtype)
+        shape = (self.num, *weight.shape[1:])
+        own = QuantizedExpertWeight(shape, format, weight.compute_dtype, is_turned=weight.is_turned)
         fill_parts(own, parts)
         return own
 

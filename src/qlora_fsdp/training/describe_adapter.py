@@ -15,8 +15,10 @@ from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.data.template_arguments import template_arguments
+from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
 from qlora_fsdp.model.adapters.model_card import CardData, CardFacts, code, fence, read_license
 from qlora_fsdp.model.adapters.serving import Serving, find_serving, peft_settings
+from qlora_fsdp.model.experts import is_apart
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.prepare import Prepared
@@ -84,9 +86,17 @@ def describe_adapter(
 
 
 def _served_format(prepared: Prepared) -> str | None:
-    """The format of the base, if servers read it."""
-    format = prepared.assembled.meta.format
-    return None if format is None or format.is_bitsandbytes else format.quant_type
+    """The format of the base, if servers read it and `merge` writes all of the base in it.
+
+    Experts that are one tensor in the files, as gpt-oss's, are written in 16 bits.
+    """
+    meta = prepared.assembled.meta
+    if meta.format is None or meta.format.is_bitsandbytes:
+        return None
+    for assignment in meta.assignments:
+        if isinstance(assignment.module, QuantizedExpertWeight) and not is_apart(assignment.stored):
+            return None
+    return meta.format.quant_type
 
 
 def serving_of(prepared: Prepared) -> Serving:

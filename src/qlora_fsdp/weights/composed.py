@@ -126,9 +126,12 @@ def transposed(name: str, stored: Stored) -> Stored:
     tensors = stored.tensors if isinstance(stored, ComposedTensor) else [stored]
     if len(tensors) != 1 or len(tensors[0].shape) != 3:
         raise ValueError(f"{name} is not one tensor of all experts in the files")
-    if isinstance(stored, ComposedTensor) and stored.is_transposed:
-        return tensors[0]
-    return _turned(name, tensors[0])
+    if isinstance(stored, StoredTensor):
+        return _turned(name, stored)
+    in_order = _turned(name, tensors[0])
+    if not stored.is_transposed or stored.pieces != in_order.pieces:
+        raise ValueError(f"{name} has the experts of the files in another order")
+    return tensors[0]
 
 
 def as_composed(stored: Stored) -> ComposedTensor:

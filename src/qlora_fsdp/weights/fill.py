@@ -203,7 +203,7 @@ def _requests(
 
 
 def _kept_requests(assignment: Assignment, finite: FiniteCheck) -> list[RowRequest]:
-    """Requests for this rank's rows of codes and scales that compressed-tensors has made.
+    """Requests for this rank's rows of codes and scales that are in the files as the layer has them.
 
     Scales come first, as in `_requests`.
     """
@@ -410,7 +410,7 @@ class Dequantize(Sink):
 
 
 class KeepCodes(Sink):
-    """Writes codes and scales of compressed-tensors to a layer that has them in the same format.
+    """Writes codes and scales of compressed-tensors, or of MXFP4, to a layer that has them in the same format.
 
     Args:
         layer: gets them.

@@ -3,9 +3,9 @@
 A step of generation has a row for each text and each of its experts. Dequantizing all experts for it writes four times
 as many bytes as their codes have, and reads them again. So few rows are multiplied with the codes themselves
 (kernels/triton_products.py): rows are sorted by expert, and the programs of one launch read the codes of experts that
-have rows. Where experts compute y = x W (gpt-oss, Llama 4), whose blocks of scales lie along the outputs, another
-kernel does so (kernels/triton_transposed_products.py). What an adapter adds is added before the product is rounded. For
-more rows, such as those of a prompt, weights are dequantized as in training.
+have rows. Where experts compute y = x W (gpt-oss but in mxfp4, Llama 4), whose blocks of scales lie along the outputs,
+another kernel does so (kernels/triton_transposed_products.py). What an adapter adds is added before the product is
+rounded. For more rows, such as those of a prompt, weights are dequantized as in training.
 
 Adapters are fp32 Parameters. Their copies in the compute dtype are made once, not in every step, at places that stay
 the same: a CUDA graph that was recorded with them reads what `refresh` has written there last.

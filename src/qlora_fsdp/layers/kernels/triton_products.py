@@ -79,7 +79,8 @@ class WeightCodes(NamedTuple):
 
     Attributes:
         codes: uint8 [O, I / 2], two codes a byte, or int8 [O, I]. Rows may be strided.
-        scales: float32 or bfloat16 [O, blocks], or uint8 with `nested`, or float32 [O] for int8. Rows may be strided.
+        scales: float32, or 16 bits of int4 and mxfp4 [O, blocks], or uint8 with `nested`, or float32 [O] for int8.
+            Rows may be strided.
         nested: float32 [groups + 1], the scales of the second quantization, and what is added to all; or None.
         bias: [O] in the dtype of x, or None.
     """
