@@ -45,7 +45,7 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
         return found
 
 
-def count_letters(completions: list[str], **_: Any) -> list[float]:
+def remainder(completions: list[str], **_: Any) -> list[float]:
     """A reward that differs from answer to answer."""
     return [float(sum(ord(letter) for letter in text) % 17) for text in completions]
 
@@ -93,7 +93,7 @@ def make_trainer(args: argparse.Namespace) -> TimedTrainer:
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     return TimedTrainer(
         model=model,
-        reward_funcs=count_letters,
+        reward_funcs=remainder,
         args=settings,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(args.model),

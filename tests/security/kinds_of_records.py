@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,26 +260,23 @@ def _go_on_with_scores(folder: Path) -> None:
 REPORTED = ("summary.json", "metrics.jsonl", "environment.json", "generations.jsonl", "sweep.json", "config.yaml")
 CONVERTED = {"axolotl": "qlora-alpaca.yml", "llama_factory": "lora-sft.yaml", "trl": "sft-qlora.yaml"}
 CONVERTED |= {"accelerate": "fsdp-qlora.yaml"}
+COMPRESSED = ("int4", "mxfp4")
 
 
-def _make_int4(folder: Path) -> None:
+def _make_compressed(folder: Path, name: str) -> None:
     make_checkpoint("llama", folder / "source", torch.float32, max_shard_size="1GB")
-    make_compressed(folder / "source", folder / "int4", "int4")
+    make_compressed(folder / "source", folder / name, name)
     shutil.rmtree(folder / "source")
 
 
-def _load_int4(folder: Path) -> None:
-    load_model(folder / "int4")
+def _load_compressed(folder: Path, name: str) -> None:
+    load_model(folder / name)
 
 
-def _make_mxfp4(folder: Path) -> None:
-    make_checkpoint("llama", folder / "source", torch.float32, max_shard_size="1GB")
-    make_compressed(folder / "source", folder / "mxfp4", "mxfp4")
-    shutil.rmtree(folder / "source")
-
-
-def _load_mxfp4(folder: Path) -> None:
-    load_model(folder / "mxfp4")
+def _compressed(name: str, file: str, is_text: bool) -> Kind:
+    """A file of a checkpoint in one of compressed-tensors' formats."""
+    make = partial(_make_compressed, name=name)
+    return Kind(make, f"{name}/{file}", partial(_load_compressed, name=name), is_text=is_text)
 
 
 def _load_fp8(folder: Path) -> None:
@@ -289,10 +287,8 @@ KINDS_OF_RECORDS: dict[str, Kind] = {
     **{f"report's {name}": Kind(_make_run, name, _report) for name in REPORTED},
     "fp8 safetensors": Kind(_make_fp8, "fp8/model.safetensors", _load_fp8, is_text=False),
     "fp8's config.json": Kind(_make_fp8, "fp8/config.json", _load_fp8),
-    "int4 safetensors": Kind(_make_int4, "int4/model.safetensors", _load_int4, is_text=False),
-    "int4's config.json": Kind(_make_int4, "int4/config.json", _load_int4),
-    "mxfp4 safetensors": Kind(_make_mxfp4, "mxfp4/model.safetensors", _load_mxfp4, is_text=False),
-    "mxfp4's config.json": Kind(_make_mxfp4, "mxfp4/config.json", _load_mxfp4),
+    **{f"{name} safetensors": _compressed(name, "model.safetensors", is_text=False) for name in COMPRESSED},
+    **{f"{name}'s config.json": _compressed(name, "config.json", is_text=True) for name in COMPRESSED},
     "rows of a report": Kind(_make_report_rows, "rows.safetensors", _read_report_rows, is_text=False),
     "teacher's settings": Kind(_make_second_adapter, "adapter/adapter_config.json", _use_second_adapter),
     "teacher's weights": Kind(_make_second_adapter, f"adapter/{ADAPTER_WEIGHTS}", _use_second_adapter, is_text=False),

@@ -192,27 +192,26 @@ def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dty
     for place in expert_weights(model):
         if should_convert_module(place.module, skips) and should_convert_module(place.name, skips):
             by_module.setdefault(place.module, []).append(place)
+    turned = {name for name, places in by_module.items() if _turns_experts(model.get_submodule(name), places, format)}
     problems: list[str] = []
     for name, places in by_module.items():
-        turns = _turns_experts(model.get_submodule(name), len(places), format)
         for place in places:
-            reason = format.why_not(place.weight_in(model).shape[1 if turns else 2])
+            reason = format.why_not(place.weight_in(model).shape[1 if name in turned else 2])
             if reason is not None:
                 problems.append(f"{place.name} {reason}")
     if problems:
         raise _cannot_quantize(format, problems)
     for name, places in by_module.items():
-        module: Any = model.get_submodule(name)
-        turns = _turns_experts(module, len(places), format)
         for place in places:
-            _swap_expert_weight(model, place, format, dtype, turns)
-        if turns:
-            module.is_transposed = False
+            _swap_expert_weight(model, place, format, dtype, turns=name in turned)
+    for name in turned:
+        experts: Any = model.get_submodule(name)
+        experts.is_transposed = False
 
 
-def _turns_experts(module: Any, num_quantized: int, format: Format) -> bool:
+def _turns_experts(module: Any, quantized: Sequence[ExpertWeightPlace], format: Format) -> bool:
     """Whether a module of fused experts, of whose two weights some are quantized, gets the transposes of both."""
-    are_all_quantized = num_quantized == len(expert_weight_names(module))
+    are_all_quantized = len(quantized) == len(expert_weight_names(module))
     return format.quant_type == "mxfp4" and bool(module.is_transposed) and are_all_quantized
 
 
