@@ -35,12 +35,16 @@ from qlora_fsdp.training.capture.passes import EagerPasses
 from qlora_fsdp.training.run import run
 
 MODELS = {"tiny": "tiny", "1b": "llama3.2-1b-base", "8b": "llama3.1-8b-base", "70b": "llama3.1-70b-base"}
-# Of ids, as random ones of a large vocabulary are no bytes: answers without a difference teach nothing
-FUNCTION = "def remainder(completion_ids, **kwargs):\n    return [float(sum(ids) % 97) for ids in completion_ids]\n"
+# Of ids, as random ones of a large vocabulary are no bytes. Half of the tokens are even at first, and the adapter of a
+# model of random weights can learn to write more of them
+FUNCTION = """def even(completion_ids, **kwargs):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+"""
 NUM_PROFILED = 4  # steps of the slots
 NUM_SHOWN = 16  # kernels
 NUM_LETTERS = 26
 FIGURES = (
+    "reward",
     "seconds",
     "rollout_seconds",
     "rollout_tokens_per_second",
@@ -106,7 +110,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
         "model.tokenizer_path=bytes",
         f"data={folder / 'prompts.jsonl'}",
         f"run.folder={folder / 'run'}",
-        f"reward.functions=[{folder / 'functions.py'}:remainder]",
+        f"reward.functions=[{folder / 'functions.py'}:even]",
         f"training.max_steps={args.steps}",
         f"training.max_length={args.prompt_tokens + args.new_tokens}",
         f"training.global_batch_size={args.prompts}",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.checkpoints import GEMMA4, OTHER_FAMILIES, PER_LAYER, SHAPE
 from tests.helpers.quick_config import load_config
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -17,6 +16,7 @@ from qlora_fsdp.common.model_figures import HeadSizes, head_sizes, values_by_lay
 from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import wide
+from qlora_fsdp.layers.kernels import triton_softmax
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.tracing.model_tracer import trace_config
 
@@ -60,39 +60,23 @@ def test_a_model_of_unlike_layers_has_a_plan_that_names_the_wide_ones():
     modules = ModuleSpec.of(config)
     batch = BatchSpec.of(config, 2)
     (note,) = (note for note in tracer.notes(modules) if "heads of 512" in note)
-    assert "2 of 4 layers" in note and "memory-efficient kernel" in note
+    assert "2 of 4 layers" in note and "matrix products" in note
     kinds = range(len(tracer.parts(modules).kinds))
     for policy in (Policy.none, Policy.full):
         assert all(tracer.layer_use(modules, batch, kind, policy).saved > 0 for kind in kinds)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *args: Any, scale: float) -> tuple[Tensor, Tensor]:
-    """What the memory-efficient kernel is published to compute: [B, H, L, D], and log-sums of the logits."""
-    assert q.shape[1] == k.shape[1] == v.shape[1] and args == (True, 0.0, True)
-    logits = q @ k.mT * scale
-    logits = logits if bias is None else logits + bias
-    logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    return logits.softmax(-1) @ v, logits.logsumexp(-1), torch.zeros(()), torch.zeros(())  # type: ignore[return-value]
-
-
-def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *args: Any, scale: float
-) -> tuple[Tensor | None, ...]:
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out, *_ = plain(*inputs, bias, True, 0.0, True, scale=scale)
-    torch.testing.assert_close(out, args[0])
-    return (*torch.autograd.grad(out, inputs, grad), None)
-
-
 @pytest.mark.parametrize("lengths", [None, [12, 12], [5, 7, 1, 11]])
 @pytest.mark.parametrize("window", [None, 3])
-def test_wide_heads_keep_packed_rows_apart(monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None, window):
-    """Through the function that models call; grouped heads, and gradients."""
-    operators = SimpleNamespace(
-        _scaled_dot_product_efficient_attention=plain, _scaled_dot_product_efficient_attention_backward=plain_backward
-    )
-    monkeypatch.setattr(wide, "aten", operators)
+@pytest.mark.parametrize("uses_kernels", [False, True])
+def test_wide_heads_keep_packed_rows_apart(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None, window: int | None, uses_kernels: bool
+):
+    """Through the function that models call; grouped heads, and gradients. Triton interprets the kernels."""
+    monkeypatch.setattr(wide, "has_kernels", lambda tensor: uses_kernels)
+    monkeypatch.setattr(triton_softmax, "_BLOCK", 8)
+    monkeypatch.setattr(wide, "_MIN_CHUNK", 4)
+    monkeypatch.setattr(wide, "_LOGIT_BYTES", 0)  # so that a row lies in several chunks
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 12, 264, requires_grad=True) for heads in (4, 2, 2))
     row = torch.arange(2).repeat_interleave(12)

@@ -169,7 +169,7 @@ def describe_wide_heads(attention: str, config: PretrainedConfig) -> list[str]:
     sizes = " and ".join(str(size) for size in sorted({layer.key_size for layer in wide_heads}))
     return [
         f"attention of {len(wide_heads)} of {len(heads)} layers has heads of {sizes}, too wide for flash kernels "
-        f"(up to {MAX_HEAD_DIM}): torch's memory-efficient kernel computes it (exact, slower over packed rows)"
+        f"(up to {MAX_HEAD_DIM}): matrix products over chunks of queries compute it"
     ]
 
 
