@@ -19,10 +19,14 @@ from unittest import mock
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
+from qlora_fsdp.common.errors import refuse
+from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.reading import compose
 from qlora_fsdp.config.reading.command_line import conf_folder
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import Sections
+from qlora_fsdp.config.world import World
+from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.start_folder import find_start
 
 # Names the folder in which the processes of a session find what one of them has composed
@@ -36,6 +40,11 @@ def load_config(argv: Sequence[str]) -> Config:
     """What `qlora_fsdp.config.reading.compose.load_config` returns or raises, for a run."""
     with composing_quickly():
         return compose.load_config(argv, find_start=find_start)
+
+
+def check(config: Config, world: World) -> None:
+    """Refuses what can't be used of a run's configuration, of its folder, or on this number of ranks and device."""
+    refuse([*check_run(config), *check_world(config, world)])
 
 
 @contextmanager

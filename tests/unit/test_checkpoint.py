@@ -253,6 +253,10 @@ def settings_in(config: Config, num_ranks: int) -> dict[str, Any]:
     return settings_of(plain_settings(config), num_ranks)
 
 
+def choices(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[str, Any]:
+    return choices_of(checkpoint, num_ranks, config.training, config.distributed, config.fsdp)
+
+
 def changes_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> list[str]:
     return check_changes(checkpoint, settings_in(config, num_ranks), config.optim.name, num_ranks)
 
@@ -401,12 +405,12 @@ def test_a_run_goes_on_with_what_auto_chose():
     auto = ["training.micro_batch_size=auto", "training.global_batch_size=4"]
     slices = {"distributed.context_parallel": 2}
     kept = {**slices, "training.micro_batch_size": 2, "fsdp.sharding_strategy": ShardingStrategy.NO_SHARD}
-    assert choices_of(checkpoint, config(*auto), 2) == kept
-    assert choices_of(checkpoint, config(*auto, "distributed.context_parallel=1"), 2) == {}, "rows in other slices"
-    assert choices_of(checkpoint, config(*auto), 4) == {}, "there the plan chooses anew"
-    assert choices_of(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == slices, "as typed"
+    assert choices(checkpoint, config(*auto), 2) == kept
+    assert choices(checkpoint, config(*auto, "distributed.context_parallel=1"), 2) == {}, "rows in other slices"
+    assert choices(checkpoint, config(*auto), 4) == {}, "there the plan chooses anew"
+    assert choices(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == slices, "as typed"
     size = {**slices, "training.micro_batch_size": 2}
-    assert choices_of(checkpoint, config(*auto, "fsdp.reshard_after_forward=true"), 2) == size, "it asks for parts"
+    assert choices(checkpoint, config(*auto, "fsdp.reshard_after_forward=true"), 2) == size, "it asks for parts"
     assert changes_of(checkpoint, config(*auto).with_values(kept), 2) == []
 
 

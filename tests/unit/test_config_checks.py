@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import yaml
-from tests.helpers.quick_config import load_config
+from tests.helpers.quick_config import check, load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.checks.check_launch import check_launch_environment, follow_launcher
@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.world import World, round_default
 from qlora_fsdp.data.files.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
-from qlora_fsdp.records.check_run_folder import check, check_run, mark
+from qlora_fsdp.records.check_run_folder import check_run, mark
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]

@@ -18,7 +18,6 @@ from qlora_fsdp.config.reading.compose import load_config, register_schema, to_y
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
 from qlora_fsdp.config.settings import all_settings, example_of, value_of
 from qlora_fsdp.config.world import World
-from qlora_fsdp.records.check_run_folder import check
 
 GROUPS = [group for group in default_options() if group != "experiment"]
 OPTIONS = [(group, option) for group in GROUPS for option in group_options(group, [conf_folder()])]
@@ -52,7 +51,7 @@ def test_every_option_composes_and_validates(group: str, option: str, monkeypatc
         own_data = ["data=default", "data.path=org/name", "distill.teacher_prompt=hinted"]
     own_model = ["model.path=org/name"] if (group, option) == ("model", "custom") else []
     world = World(has_fp8=option == "fp8", device_type="cuda" if option.startswith("paged") else "cpu")
-    check(load_config([*without, f"{group}={option}", *own_data, *own_model]), world)
+    quick_config.check(load_config([*without, f"{group}={option}", *own_data, *own_model]), world)
 
 
 @pytest.mark.parametrize("option", group_options("experiment", [conf_folder()]))
@@ -75,7 +74,7 @@ def test_every_experiment_composes_and_validates(option: str, monkeypatch: pytes
         ],
     }
     own = [f"run.folder={tmp_path / 'new'}", *needed.get(option, [])]
-    check(load_config([f"experiment={option}", *own]), World(num_ranks=2))
+    quick_config.check(load_config([f"experiment={option}", *own]), World(num_ranks=2))
 
 
 def test_overrides_win_over_the_experiment_which_wins_over_groups() -> None:

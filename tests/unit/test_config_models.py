@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.helpers import quick_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.config.reading.command_line import conf_folder, group_options
@@ -19,7 +20,6 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.specs import ModuleSpec
 from qlora_fsdp.config.world import World
 from qlora_fsdp.model.find import make_config
-from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.tracing.model_tracer import trace_config
 
 PRESETS = [name for name in group_options("model", [conf_folder()]) if name not in ("custom", "tiny")]
@@ -105,7 +105,7 @@ def count_active(name: str) -> int:
 @pytest.mark.parametrize("name", [*PRESETS, "tiny"])
 def test_every_preset_composes_and_validates(name: str) -> None:
     """As test_config_compose.py does with the options of the other groups."""
-    check(settings(name), World())
+    quick_config.check(settings(name), World())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -54,6 +54,11 @@ def load(adapter: Path, *argv: str) -> Config:
     return load_config([f"lora.start={adapter}", *argv], find_start=find_start)
 
 
+def start_of(config: Config) -> Path:
+    assert config.lora.start is not None
+    return find_start(config.lora.start, config.run, config.checkpoint)
+
+
 def refusal(adapter: Path, *argv: str) -> str:
     with pytest.raises(UserError) as caught:
         load(adapter, *argv)
@@ -182,10 +187,10 @@ def test_a_run_that_resumes_reads_its_copy(adapter: Path, tmp_path: Path) -> Non
     own, typed = run / START_FOLDER, [f"run.folder={run}"]
     resume = f"checkpoint.resume={run / 'checkpoints' / 'step-00000002'}"
     (adapter / "adapter_config.json").write_text(json.dumps(SAVED | {"r": 8}))  # it is trained once more meanwhile
-    assert find_start(load(adapter, *typed)) == own and load(adapter, *typed).lora.r == 4
-    assert find_start(load(adapter, f"run.folder={other}", resume)) == own
+    assert start_of(load(adapter, *typed)) == own and load(adapter, *typed).lora.r == 4
+    assert start_of(load(adapter, f"run.folder={other}", resume)) == own
     for anew in ("run.overwrite=true", "checkpoint.resume=none"):
-        assert find_start(load(adapter, *typed, anew)) == adapter and load(adapter, *typed, anew).lora.r == 8
+        assert start_of(load(adapter, *typed, anew)) == adapter and load(adapter, *typed, anew).lora.r == 8
     (adapter / "adapter_config.json").unlink()
     assert load(adapter, *typed).lora.r == 4
     assert "holds no adapter" in refusal(adapter, *typed, "run.overwrite=true")

@@ -181,6 +181,11 @@ def value_of(config: schema.Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def values_of(config: schema.Config) -> dict[str, Any]:
+    """Returns the value of every setting, by its key."""
+    return {key: value_of(config, key) for key in all_settings()}
+
+
 def is_default(group: Any, key: str) -> bool:
     """Whether the setting `key` has the schema's default; `group` is the section that it is in."""
     return bool(_value_in(group, key) == all_settings()[key].default)

@@ -141,12 +141,11 @@ def files_of_settings(config: Config) -> Iterator[tuple[str, str]]:
     """Yields each setting that names a file or folder of this host, with its path as it is written."""
     for key, setting in all_settings().items():
         if setting.facets.hosts is Hosts.place or key in ALSO_FILES:
-            yield from ((key, path) for path in _paths_of(config, key) if path_exists(path))
+            yield from ((key, path) for path in _paths_of(key, value_of(config, key)) if path_exists(path))
 
 
-def _paths_of(config: Config, key: str) -> list[str]:
+def _paths_of(key: str, value: Any) -> list[str]:
     """What a setting names, as paths: they may be none."""
-    value = value_of(config, key)
     named = [value] if isinstance(value, str) else list(value or [])
     if key != "reward.functions":
         return named

@@ -35,7 +35,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     else:
         from qlora_fsdp.model.adapters.read_adapter import SavedAdapter  # imports PEFT, which takes seconds
 
-        start = SavedAdapter(find_start(config), SETTING)
+        start = SavedAdapter(find_start(config.lora.start, config.run, config.checkpoint), SETTING)
         folder = tokenizer_folder(start, config.model, start.read_tokens())
         tokenizer = find_tokenizer(config.model, config.data, None, folder, trains=False)
     extend_tokenizer(tokenizer, config.tokenizer)

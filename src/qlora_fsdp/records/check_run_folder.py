@@ -14,23 +14,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from qlora_fsdp.common.errors import Problem, refuse
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.checks.check_settings import check_settings, check_world
+from qlora_fsdp.config.checks.check_settings import check_settings
 from qlora_fsdp.config.schema import DEFAULT_CACHE_FOLDER, Config, DataConfig, DataFormat, RunConfig
 from qlora_fsdp.config.settings import problem_about, show
-from qlora_fsdp.config.world import World
 from qlora_fsdp.records import run_state
-
-
-def check(config: Config, world: World) -> None:
-    """Checks the configuration of a run against itself, the files that it names, its folder and the launch.
-
-    Raises:
-        ConfigError: something can't be used. Holds every problem found.
-    """
-    refuse([*check_run(config), *check_world(config, world)])
 
 
 def check_run(config: Config) -> list[Problem]:

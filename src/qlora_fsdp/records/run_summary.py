@@ -47,7 +47,7 @@ class RunSummary:
         yield
         self.figures["resume_seconds"] = self.figures.get("resume_seconds", 0.0) + time.perf_counter() - started
 
-    def starts_from(self, adapter: str, digest: str) -> None:
+    def starts_from(self, adapter: str, digest: str | None) -> None:
         """The adapter that `lora.start` names, and the SHA-256 of its weights."""
         self.figures["started_from"] = {"adapter": adapter, "sha256": digest}
 

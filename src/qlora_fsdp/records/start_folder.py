@@ -22,7 +22,7 @@ from qlora_fsdp.config.adapter.adapter_config import (
     TOKENIZER_TEXTS,
 )
 from qlora_fsdp.config.adapter.lora_start import typed_folder
-from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
+from qlora_fsdp.config.schema import CheckpointConfig, RunConfig
 from qlora_fsdp.records import run_state
 
 
@@ -58,18 +58,24 @@ def is_restart(run: RunConfig) -> bool:
     return is_whole and before.get("launch") == now["launch"] and restarts < now["restarts"]
 
 
-def find_start(config: Config) -> Path:
-    """The folder in which the adapter of `lora.start` is read: that of a run that is resumed, or the one typed."""
-    checkpoint = checkpoint_to_resume(config.run, config.checkpoint)
-    run_folder = own_checkpoints(config.run).parent
+def find_start(typed: str, run: RunConfig, settings: CheckpointConfig) -> Path:
+    """The folder in which the adapter of `lora.start` is read: the copy of a run that is resumed, or the one typed.
+
+    Args:
+        typed: `lora.start`.
+        run: says which folder the run has, and whether it starts anew.
+        settings: say which checkpoint is resumed.
+    """
+    checkpoint = checkpoint_to_resume(run, settings)
+    run_folder = own_checkpoints(run).parent
     copy = None
     if checkpoint is not None:
         copy = checkpoint.parent.parent / run_state.START_FOLDER
-    elif not config.run.overwrite and run_state.is_finished(run_folder):
+    elif not run.overwrite and run_state.is_finished(run_folder):
         copy = run_folder / run_state.START_FOLDER  # a job of a sweep that has nothing left to do
     if copy is not None and (copy / ADAPTER_CONFIG).is_file():
         return copy
-    return typed_folder(config)
+    return typed_folder(typed, run, settings)
 
 
 def keep_start(folder: Path, run_folder: Path) -> None:

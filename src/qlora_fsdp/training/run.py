@@ -19,10 +19,11 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, HubError, Problem, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.common.text import show_bytes
+from qlora_fsdp.config.adapter.lora_start import SETTING
 from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.reading.commands import saved_settings
 from qlora_fsdp.config.reading.compose import to_yaml
-from qlora_fsdp.config.recorded import plain_settings
+from qlora_fsdp.config.recorded import plain_settings, public_value
 from qlora_fsdp.config.schema import Config, DataFormat, Hosts, HubConfig, Weights
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.config.world import World, round_default
@@ -39,6 +40,7 @@ from qlora_fsdp.records.record_files import find_holder, records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, hold_run_folder, log, open_run_folder
 from qlora_fsdp.records.run_state import REPORT_FILE, REPORT_ROWS_FILE
 from qlora_fsdp.records.run_summary import RunSummary, describe_end
+from qlora_fsdp.records.start_folder import find_start
 from qlora_fsdp.records.upload import prepare_repo, push_result
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import has_bfloat16, host_rss_gib, host_rss_now_gib, is_shortage
@@ -104,7 +106,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         choices: dict[str, Any] = {}
         changes = []
         if checkpoint is not None:
-            choices = choices_of(checkpoint, config, processes.num_ranks)
+            choices = choices_of(checkpoint, processes.num_ranks, config.training, config.distributed, config.fsdp)
             settings = settings_of(plain_settings(config.with_values(choices)), processes.num_ranks)
             changes = check_changes(checkpoint, settings, config.optim.name, processes.num_ranks)
         open_run_folder(
@@ -121,7 +123,11 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
-        start = open_start(config, folder, processes, summary)
+        start = None
+        if config.lora.start is not None:
+            place = find_start(config.lora.start, config.run, config.checkpoint) if processes.is_main else None
+            start = open_start(place, folder, processes)
+            summary.starts_from(str(public_value(config, SETTING)), start.digest)
 
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.

@@ -9,7 +9,6 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.config.adapter.lora_start import SETTING, StartAdapter, read_start
-from qlora_fsdp.config.recorded import public_value
 from qlora_fsdp.config.schema import Config, TokenizerConfig
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.specs import DataSpec
@@ -19,32 +18,32 @@ from qlora_fsdp.model.run_tokenizer import check_chat_rows, tokenizer_folder
 from qlora_fsdp.model.settle import settle_model
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import START_FOLDER
-from qlora_fsdp.records.run_summary import RunSummary
-from qlora_fsdp.records.start_folder import find_start, keep_start
+from qlora_fsdp.records.start_folder import keep_start
 from qlora_fsdp.runtime.processes import Processes
 
 # Settings of the quantized base after which its weights are other numbers.
 QUANTIZATION = ("load_in_4bit", "load_in_8bit", "compressed_tensors", "group_size", "bnb_4bit_quant_type")
 
 
-def open_start(config: Config, folder: Path, processes: Processes, summary: RunSummary) -> SavedAdapter | None:
-    """The adapter that the run starts from; None for a new one. The run folder gets a copy of it. Collective.
+def open_start(place: Path | None, folder: Path, processes: Processes) -> SavedAdapter:
+    """The adapter that the run starts from, of which the run folder gets a copy. Collective.
 
     A run that resumes reads the copy, and no longer needs the folder that `lora.start` names.
+
+    Args:
+        place: where the adapter is read; None on other ranks than 0.
+        folder: the run's.
+        processes: rank 0 copies, and tells the others.
 
     Raises:
         RunFolderError: the copy can't be written.
     """
-    if config.lora.start is None:
-        return None
     found = None
-    if processes.is_main:
-        place = find_start(config)
+    if place is not None:
         with writing(folder):
             keep_start(place, folder)
         found = place, digest_file(folder / START_FOLDER / ADAPTER_WEIGHTS)
     place, digest = processes.share(found, tuple[Path, str])
-    summary.starts_from(str(public_value(config, SETTING)), digest)
     return SavedAdapter(place, SETTING, digest)
 
 

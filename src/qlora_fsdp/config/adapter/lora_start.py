@@ -23,11 +23,20 @@ from qlora_fsdp.config.adapter.adapter_config import (
 )
 from qlora_fsdp.config.adapter.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
 from qlora_fsdp.config.bounded_yaml import read_yaml
-from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Owner, TaskConfig, Weights
+from qlora_fsdp.config.schema import (
+    CheckpointConfig,
+    LoraConfig,
+    ModelConfig,
+    Owner,
+    RunConfig,
+    TaskConfig,
+    Weights,
+)
 from qlora_fsdp.config.settings import Sections, keys_of, problem_about, problem_with, show
 
 SETTING = "lora.start"
-FindStart = Callable[[Config], Path]  # where the adapter that lora.start names is to be read
+# Where the adapter that lora.start names is to be read: from that name, the run, and which checkpoint it resumes
+FindStart = Callable[[str, RunConfig, CheckpointConfig], Path]
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,9 @@ class StartAdapter:
         return {"lora": lora, "model": base}
 
 
-def typed_folder(config: Config) -> Path:
-    """The folder that `lora.start` names."""
-    assert config.lora.start is not None
-    return Path(config.lora.start).expanduser()
+def typed_folder(typed: str, _run: RunConfig, _checkpoint: CheckpointConfig) -> Path:
+    """The folder that `lora.start` names: a `FindStart` for commands that resume no run."""
+    return Path(typed).expanduser()
 
 
 def start_problems(start: str, folder: Path) -> list[Problem]:

@@ -6,7 +6,7 @@ settings name, but not at the device and not at the number of processes: these h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from qlora_fsdp.config.schema import (
     TrainingConfig,
     When,
 )
-from qlora_fsdp.config.settings import Setting, all_settings, problem_about, problem_with, show, value_of, wrong_type
+from qlora_fsdp.config.settings import Setting, all_settings, problem_about, problem_with, show, values_of, wrong_type
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.config.trackers import check_trackers
 from qlora_fsdp.config.world import World, nearest_batch, round_default, sequences_at_once
@@ -47,12 +47,17 @@ class Needs:
     optional: tuple[str, ...] = ()
     tokenizer_only: bool = False
 
-    def concern(self, config: Config, problem: Problem) -> bool:
-        """Whether the command's user has to mend this problem."""
+    def concern(self, values: Mapping[str, Any], problem: Problem) -> bool:
+        """Whether the command's user has to mend this problem.
+
+        Args:
+            values: the value of every setting, by its key.
+            problem: what is wrong.
+        """
         can_do_without = problem.setting in self.optional
-        if problem.setting == "model.path" and self.tokenizer_only and config.model.tokenizer_path is not None:
+        if problem.setting == "model.path" and self.tokenizer_only and values["model.tokenizer_path"] is not None:
             can_do_without = True
-        if can_do_without and value_of(config, problem.setting) in (None, []):
+        if can_do_without and values[problem.setting] in (None, []):
             return False
         known = all_settings().get(problem.setting)
         return known is None or known.facets.is_planned or not self.plans_only
@@ -66,7 +71,8 @@ def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     problems = list(_find_problems(config))
     if not needs.plans_only:
         problems += check_model.check_packages(config.model)
-    return [problem for problem in problems if needs.concern(config, problem)]
+    values = values_of(config)
+    return [problem for problem in problems if needs.concern(values, problem)]
 
 
 def _find_problems(config: Config) -> Iterator[Problem]:
@@ -78,7 +84,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     task = TaskSpec.of(config)
     tracking = config.tracking
     training = config.training
-    yield from check_facets({key: value_of(config, key) for key in all_settings()})
+    yield from check_facets(values_of(config))
     yield from check_model.check_model(model, is_dry_run=data.format is DataFormat.random)
     yield from check_model.check_rope_scaling(model)
     yield from check_model.check_tokens(config.tokenizer)
@@ -116,7 +122,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_training.check_repository(config.hub)
 
 
-def check_facets(values: dict[str, Any]) -> Iterator[Problem]:
+def check_facets(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuses values that the schema does not list, numbers out of bounds, and what has no effect.
 
     Args:
@@ -135,22 +141,22 @@ def check_facets(values: dict[str, Any]) -> Iterator[Problem]:
             yield _without_effect(key, value, unmet[0], values[unmet[0].key])
 
 
-def check_typed(keys: Iterable[str], config: Config) -> Iterator[Problem]:
+def check_typed(keys: Iterable[str], values: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuses settings that are typed and have no effect, where `check_facets` can't tell: their values are defaults.
 
     Null, false and the like wish for nothing: they are typed over what a file says.
 
     Args:
         keys: the settings that are typed.
-        config: the configuration.
+        values: the value of every setting, by its key.
     """
     for key in keys:
         setting = all_settings().get(key)
-        if setting is None or not setting.default or value_of(config, key) != setting.default:
+        if setting is None or not setting.default or values[key] != setting.default:
             continue
-        unmet = [when for when in setting.facets.used if not when.holds(value_of(config, when.key))]
+        unmet = [when for when in setting.facets.used if not when.holds(values[when.key])]
         if unmet:
-            yield _without_effect(key, setting.default, unmet[0], value_of(config, unmet[0].key))
+            yield _without_effect(key, setting.default, unmet[0], values[unmet[0].key])
 
 
 def _is_listed(setting: Setting, value: Any) -> bool:

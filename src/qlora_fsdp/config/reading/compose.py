@@ -47,6 +47,7 @@ from qlora_fsdp.config.settings import (
     changed_by_reading,
     is_passed_over,
     unknown_setting,
+    values_of,
     wrong_type,
 )
 
@@ -86,7 +87,7 @@ def load_config(
 
     config, unusable, mistakes = read_arguments(arguments, find_start, beneath)
     unusable += _without_effect(arguments, launches)
-    mistakes += check_typed(chosen_groups(arguments.overrides), config)
+    mistakes += check_typed(chosen_groups(arguments.overrides), values_of(config))
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -160,7 +161,7 @@ def read_arguments(
     config.replaced = typed.replaced
     if config.lora.start is None:
         return config, typed.problems, mistakes
-    folder = find_start(config)
+    folder = find_start(config.lora.start, config.run, config.checkpoint)
     problems = start_problems(config.lora.start, folder)
     if problems:
         return config, typed.problems, [*mistakes, *problems]

@@ -11,7 +11,17 @@ from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.recorded import find_changes
-from qlora_fsdp.config.schema import CheckpointConfig, Config, DataConfig, Optimizer, Run, RunConfig, ShardingStrategy
+from qlora_fsdp.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    FsdpConfig,
+    Optimizer,
+    Run,
+    RunConfig,
+    ShardingStrategy,
+    TrainingConfig,
+)
 from qlora_fsdp.config.settings import all_settings, show
 from qlora_fsdp.config.world import AUTO
 from qlora_fsdp.data.sequences import TrainingData
@@ -89,14 +99,16 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
     write_json(run_folder / ATTEMPT, describe_attempt(os.environ))
 
 
-def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[str, Any]:
+def choices_of(
+    checkpoint: Checkpoint, num_ranks: int, training: TrainingConfig, distributed: DistributedConfig, fsdp: FsdpConfig
+) -> dict[str, Any]:
     """What was chosen for settings that are `auto` when the checkpoint was written, by key.
 
     At the same number of ranks, and of slices, a run goes on with it, so that its sums are made in the same order.
     """
-    is_open = config.distributed.context_parallel == AUTO
+    is_open = distributed.context_parallel == AUTO
     num_slices = checkpoint.settings.get(SLICES, 1)
-    has_other_slices = not is_open and num_slices != config.distributed.num_slices
+    has_other_slices = not is_open and num_slices != distributed.num_slices
     if num_ranks != checkpoint.num_ranks or has_other_slices:
         return {}
     found: dict[str, Any] = {}
@@ -105,11 +117,11 @@ def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[s
     size_key, strategy_key = OPEN
     size = checkpoint.settings.get(size_key)
     is_size = isinstance(size, int) and size > 0
-    if config.training.micro_batch_size == AUTO and is_size:
+    if training.micro_batch_size == AUTO and is_size:
         found[size_key] = size
     strategy = checkpoint.settings.get(strategy_key)
-    possible = WHOLE_OR_SPLIT if config.fsdp.may_be_whole else WHOLE_OR_SPLIT[1:]
-    if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in possible:
+    possible = WHOLE_OR_SPLIT if fsdp.may_be_whole else WHOLE_OR_SPLIT[1:]
+    if fsdp.sharding_strategy is ShardingStrategy.auto and strategy in possible:
         found[strategy_key] = ShardingStrategy(strategy)
     return found
 
