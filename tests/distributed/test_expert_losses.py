@@ -44,6 +44,7 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
     "int8": ("mixtral", ["quant=int8"]),
     "int4": ("gpt_oss", ["quant=int4"]),
     "mxfp4": ("qwen3_moe", ["quant=mxfp4"]),
+    "nvfp4": ("qwen3_moe", ["quant=nvfp4"]),
     "mxfp4 of transposes": ("gpt_oss", ["quant=mxfp4"]),
     "fp8": ("qwen3_moe", ["quant=fp8"]),
     "not quantized": ("deepseek_v3", ["quant=none"]),

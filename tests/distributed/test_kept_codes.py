@@ -1,4 +1,4 @@
-"""Checkpoints in int4, fp8 and MXFP4: a model is trained on their own codes, and not on rounded ones.
+"""Checkpoints in int4, fp8, MXFP4 and nvfp4: a model is trained on their own codes, and not on rounded ones.
 
 Most are made by the package compressed-tensors, and the reference reads them by stock transformers. A test is skipped
 where the package is missing.
@@ -22,8 +22,9 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.weights.composed import Assignment, as_composed
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressed import package_parts, through_package
+from tests.helpers.compressed import NVFP4_PARTS, nvfp4_values, package_parts, through_package
 from tests.helpers.experts import as_bytes, build, load, make_experts
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.reference import stock_losses
@@ -38,9 +39,11 @@ CASES = {
     "int4 in groups of 64": ("llama", "int4", 64),
     "fp8": ("llama", "fp8", 0),
     "mxfp4": ("llama", "mxfp4", 32),
+    "nvfp4": ("llama", "nvfp4", 16),
     "experts in int4": ("qwen3_moe", "int4", 32),
     "experts in fp8": ("qwen3_moe", "fp8", 0),
     "experts in mxfp4": ("qwen3_moe", "mxfp4", 32),
+    "experts in nvfp4": ("qwen3_moe", "nvfp4", 16),
 }
 
 
@@ -59,6 +62,14 @@ def folders(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     }
 
 
+def parts_of_files(weight: Tensor, assignment: Assignment) -> dict[str, Tensor]:
+    """The package's parts of a weight [rows, columns], each of whose tensors in the files it has quantized apart."""
+    assert assignment.stored is not None
+    sizes = [piece.num_rows for piece in as_composed(assignment.stored).pieces]
+    found = [package_parts(rows, assignment.layer.format) for rows in weight.split(sizes)]
+    return {name: torch.cat([parts[name] for parts in found]) for name in found[0]}
+
+
 def count_wrong_parts(folders: dict[str, Path], sources: dict[str, Path]) -> dict[str, tuple[int, int]]:
     """By checkpoint: how many weights are kept in codes, and in how many codes or scales differ from the package's."""
     Meeting.new_port()
@@ -72,8 +83,8 @@ def count_wrong_parts(folders: dict[str, Path], sources: dict[str, Path]) -> dic
             found = load(meta, meta.assignments, processes, PIECE_BYTES if processes.num_ranks == 1 else 3000)
             num_wrong = 0
             for assignment in kept:
-                weight = full[assignment.name].detach()
-                for part, expected in package_parts(weight.flatten(0, -2), assignment.layer.format).items():
+                weight = full[assignment.name].detach().flatten(0, -2)
+                for part, expected in parts_of_files(weight, assignment).items():
                     num_rows = assignment.layer.out_features
                     wanted = as_bytes(expected).view(num_rows, -1)
                     own = found[f"{assignment.name}.{part}"].view(num_rows, -1)
@@ -95,14 +106,26 @@ def test_codes_and_scales_are_those_of_the_files(folders, sources, num_ranks: in
 
 @pytest.fixture(scope="module")
 def exact(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Checkpoints with scales in float32, and what stock transformers dequantizes of them: it does so in that dtype."""
+    """Checkpoints with scales in float32, and what stock libraries dequantize of them in that dtype."""
     base = tmp_path_factory.mktemp("exact")
     pairs: dict[str, tuple[Path, Path]] = {}
-    for name in ("int4", "fp8", "mxfp4"):
+    for name in ("int4", "fp8", "mxfp4", "nvfp4"):
         folder = make_compressed(sources["llama"], base / name, name, scale_dtype=torch.float32)
-        load_dequantized(folder, torch.float32).save_pretrained(base / f"{name}-twin")
+        twin = load_dequantized(folder, torch.float32)
+        if name == "nvfp4":  # which transformers rounds to bfloat16
+            put_values(twin, folder)
+        twin.save_pretrained(base / f"{name}-twin")
         pairs[name] = (folder, base / f"{name}-twin")
     return pairs
+
+
+def put_values(model: PreTrainedModel, folder: Path) -> None:
+    """Put what the package makes of a checkpoint in nvfp4 into a model, in float32."""
+    stored = {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+    for name, weight in model.named_parameters():
+        parts = {part: stored.get(f"{name.removesuffix('weight')}{part}") for part in NVFP4_PARTS}
+        if parts["weight_packed"] is not None:
+            weight.data = nvfp4_values(parts)
 
 
 def test_losses_are_those_of_stock_libraries(exact, rows: Path, tmp_path: Path):
@@ -225,7 +248,7 @@ def load_plain(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4", "nvfp4"])
 def test_an_adapter_is_merged_into_the_values_of_the_codes(exact, name: str, tmp_path: Path):
     folder, twin = exact[name]
     torch.manual_seed(0)
@@ -265,6 +288,7 @@ LAYER = "model.layers.0.mlp.up_proj"
         ({f"{LAYER}.weight_zero_point": torch.zeros(8, 4, dtype=torch.int32)}, {}, "it is asymmetric (it has zero"),
         ({f"{LAYER}.weight_g_idx": torch.zeros(64, dtype=torch.int32)}, {}, "columns are in another order (actorder)"),
         ({f"{LAYER}.weight_scale": torch.ones(3, 2)}, {}, "(float32 [3, 2]) does not fit"),
+        ({f"{LAYER}.weight_global_scale": torch.ones(1)}, {}, "its scales have a scale, as those of nvfp4 alone have"),
         ({}, {"num_bits": 8}, "weights of 8 bits of type int, symmetric"),
         ({}, {"symmetric": False}, "weights of 4 bits of type int, asymmetric"),
         ({}, {"type": "float"}, "does not fit"),
@@ -279,9 +303,33 @@ def test_what_is_stored_otherwise_is_refused(folders, tmp_path: Path, tensors, w
     assert "Set model.path" in str(caught.value) or "set model.path" in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("part", "tensor"),
+    [
+        ("weight_global_scale", torch.ones(2)),
+        ("weight_global_scale", torch.ones(1, dtype=torch.bfloat16)),
+        ("weight_scale", torch.ones(3, 2)),
+    ],
+)
+def test_parts_of_nvfp4_that_do_not_fit_are_refused(folders, tmp_path: Path, part: str, tensor: Tensor):
+    folder = changed(folders["nvfp4"], tmp_path / "changed", {f"{LAYER}.{part}": tensor})
+    with pytest.raises(CheckpointError, match=f"{LAYER}.weight_scale .* does not fit {LAYER}.weight_packed"):
+        build(folder, QuantConfig())
+
+
+def test_rounded_inputs_that_a_checkpoint_asks_for_are_told(folders, tmp_path: Path):
+    folder = changed(folders["nvfp4"], tmp_path / "changed", {f"{LAYER}.input_global_scale": torch.ones(1)})
+    assert not any("inputs" in note for note in build(folder, QuantConfig()).notes)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (said,) = [note for note in build(folder, QuantConfig()).notes if "inputs" in note]
+    assert "asks servers to round the inputs of its layers to 4 bits, which is not done here" in said
+
+
+@pytest.mark.parametrize("case", ["int4", "fp8", "mxfp4", "nvfp4"])
 def test_values_that_are_not_finite_are_told(folders, tmp_path: Path, case: str):
-    """Scales of int4, codes of fp8, and exponents of mxfp4."""
+    """Scales of int4 and nvfp4, codes of fp8, and exponents of mxfp4."""
     name = f"{LAYER}.weight" if case == "fp8" else f"{LAYER}.weight_scale"
     (whole,) = [found[name] for file in folders[case].glob("*.safetensors") if name in (found := load_file(file))]
     bad = whole.float()

@@ -63,6 +63,7 @@ OTHER_NUMBERS = {
     "int8": (2, "llama", ["quant=int8"]),
     "int4": (2, "llama", ["quant=int4"]),
     "mxfp4": (2, "llama", ["quant=mxfp4"]),
+    "nvfp4": (2, "llama", ["quant=nvfp4"]),
     "int4 in groups of 64, dora": (2, "qwen2", ["quant=int4", "quant.group_size=64", "lora.use_dora=true"]),
     "fp8": (2, "llama", ["quant=fp8"]),
     "int8 embeddings and head": (2, "llama", ["quant.embeddings=int8"]),

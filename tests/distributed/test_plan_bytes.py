@@ -57,6 +57,7 @@ CASES: dict[str, list[str]] = {
     "int8, large rank, rank-stabilized": ["quant=int8", "lora.r=128", "lora.use_rslora=true"],
     "int4": ["quant=int4"],
     "mxfp4": ["quant=mxfp4"],
+    "nvfp4": ["quant=nvfp4"],
     "fp8": ["quant=fp8"],
     "unquantized, some layers": ["quant=none", "lora.target_modules=[q_proj,down_proj]"],
     "dora": ["lora.use_dora=true", "quant.bnb_4bit_use_double_quant=false"],
@@ -153,7 +154,7 @@ def _state_bytes(state: Mapping[str, Any]) -> int:
 def _part(name: str) -> str:
     if "embed_tokens" in name or "lm_head" in name:
         return "embeddings"
-    parts = {"codes": "codes", "scales": "scales", "nested_scales": "scales"}
+    parts = {"codes": "codes", "scales": "scales", "nested_scales": "scales", "global_scales": "scales"}
     return parts.get(name.rpartition(".")[2], "full_precision")
 
 

@@ -19,6 +19,7 @@ from tests.helpers.quantized import make_quantized
 
 FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.float32)]
 FORMATS += [Format("int4", blocksize=32), Format("mxfp4", blocksize=32), Format("fp8")]
+FORMATS += [Format("nvfp4", blocksize=16, scale_dtype=torch.float8_e4m3fn)]
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 

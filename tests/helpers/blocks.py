@@ -44,6 +44,7 @@ FORMATS = [
 FORMATS += [Format("int4", blocksize=32), Format("int4", scale_dtype=torch.float32)]  # groups of 32 and of 64
 FORMATS += [
     Format("mxfp4", blocksize=32),
+    Format("nvfp4", blocksize=16, scale_dtype=torch.float8_e4m3fn),
     Format("fp8"),
     Format("fp8", storage=torch.float32, scale_dtype=torch.float32),
 ]

@@ -22,13 +22,15 @@ def bytes_of_dequantize(capability: int, quantization: str) -> int:
         constants = {"ROWS": 4, "COLUMNS": 1024}
     else:
         function = triton_dequantize._dequantize_kernel.function
-        constants = {"BLOCKSIZE": 32, "NESTED": quantization == "nested", "FACTOR": "", "ROWS": 4, "BLOCKS": 32}
-    scales = {"int4": "*bf16", "nested": "*u8", "fp8": "*fp32"}[quantization]
+        blocksize = 16 if quantization == "nvfp4" else 32
+        constants = {"BLOCKSIZE": blocksize, "FACTOR": "", "ROWS": 4, "BLOCKS": 1024 // blocksize}
+        constants |= {"NESTED": quantization == "nested", "GLOBAL": quantization == "nvfp4"}
+    scales = {"int4": "*bf16", "nested": "*u8", "nvfp4": "*u8", "fp8": "*fp32"}[quantization]
     kinds = dict.fromkeys(function.arg_names, "i32")
-    kinds |= dict.fromkeys(("nested", "book", "scale_book", "factors"), "*fp32")
+    kinds |= dict.fromkeys(("nested", "global_scales", "book", "scale_book", "factors"), "*fp32")
     kinds |= {"codes": "*u8", "out": "*bf16", "scales": scales}
     return shared_bytes(function, kinds, constants, UNALIGNED, capability, 4, 3)
 
 
 if __name__ == "__main__":
-    print(json.dumps([bytes_of_dequantize(int(sys.argv[1]), kind) for kind in ("int4", "nested", "fp8")]))
+    print(json.dumps([bytes_of_dequantize(int(sys.argv[1]), kind) for kind in ("int4", "nested", "nvfp4", "fp8")]))

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
+from tests.helpers.quantized import quantize_whole
 
 HIDDEN, WIDTH = 128, 192
 
@@ -53,11 +54,7 @@ def quantize(plain: nn.Module, quantized: nn.Module, format: Format, dtype: torc
         if not isinstance(linear, nn.Linear):
             continue
         layer = QuantizedLinear(linear.in_features, linear.out_features, False, format, dtype, device="cpu")
-        codes, scales = format.quantize_rows(linear.weight.detach().mul(2).to(dtype))
-        values = {"codes": codes, "scales": scales}
-        if format.double_quant:
-            values["scales"], values["nested_scales"] = format.quantize_scales(scales)
-        for key, value in values.items():
+        for key, value in quantize_whole(linear.weight.detach().mul(2).to(dtype), format).items():
             getattr(layer, key).copy_(value)
         quantized.set_submodule(name, layer)
         linear.weight.data = layer.weight.detach()  # on the CPU, by bitsandbytes

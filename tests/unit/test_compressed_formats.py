@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from tests.helpers.compressed import package_parts, through_package
+from tests.helpers.quantized import quantize_whole
 from tests.helpers.quick_config import load_config
 from torch import Tensor
 
@@ -22,6 +23,7 @@ QUANTS = {
     "int4 in groups of 128": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4, group_size=128),
     "fp8": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.fp8),
     "mxfp4": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.mxfp4),
+    "nvfp4": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.nvfp4),
 }
 
 
@@ -51,7 +53,7 @@ def test_codes_scales_and_values_are_the_packages(
     rows = make_rows(dtype)
     format = choose_format(quant, dtype)
     assert format is not None
-    parts = dict(zip(("codes", "scales"), format.quantize_rows(rows), strict=True))
+    parts = quantize_whole(rows, format)
     for name, (shape, part_dtype) in format.parts(*rows.shape).items():
         assert (tuple(parts[name].shape), parts[name].dtype) == (shape, part_dtype)
     for name, expected in package_parts(rows, format).items():
@@ -61,13 +63,29 @@ def test_codes_scales_and_values_are_the_packages(
     assert torch.equal(format.dequantize(parts, *rows.shape, dtype), through_package(rows, quant))
 
 
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("largest", [0.0, 1e-38, 1e30])
+def test_global_scales_of_zeros_and_of_extreme_weights_are_the_packages(largest: float):
+    """Rows of three groups, whose scales do not fill an element of float32."""
+    torch.manual_seed(0)
+    rows = (torch.rand(7, 48) - 0.5) * 2 * largest
+    format = choose_format(QUANTS["nvfp4"], torch.float32)
+    assert format is not None
+    parts = quantize_whole(rows, format)
+    for name, expected in package_parts(rows, format).items():
+        stored = expected.contiguous().view(len(rows), -1).view(torch.uint8)
+        found = parts[name].view(len(rows), -1).view(torch.uint8)
+        assert torch.equal(found[:, : stored.shape[1]], stored), name
+    assert torch.equal(format.dequantize(parts, *rows.shape, torch.float32), through_package(rows, QUANTS["nvfp4"]))
+
+
 @pytest.mark.parametrize("quant", QUANTS.values(), ids=list(QUANTS))
 def test_parts_of_a_weight_are_those_of_the_whole(quant: QuantConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(format_module, "VALUES_A_TIME", 3 * 384)
     rows = make_rows(torch.bfloat16)
     format = choose_format(quant, torch.bfloat16)
     assert format is not None
-    parts = dict(zip(("codes", "scales"), format.quantize_rows(rows), strict=True))
+    parts = quantize_whole(rows, format)
     whole = format.dequantize(parts, *rows.shape, torch.float32).view(2, 35, 384)
     out = torch.zeros(2, 9, 300)  # of two matrices of 35 rows, 9 rows and 256 columns each
     format.dequantize_part(parts, out[:, :, :256], first_row=5, first_column=128)
@@ -84,8 +102,9 @@ def test_kernels_compute_what_torch_computes(quant: QuantConfig):
     for dtype in (torch.bfloat16, torch.float32):
         format = choose_format(quant, dtype)
         assert format is not None
-        codes, scales = format.quantize_rows(rows)
-        whole = format.dequantize({"codes": codes, "scales": scales}, *rows.shape, torch.float32)
+        parts = quantize_whole(rows, format)
+        codes, scales = parts["codes"], parts["scales"]
+        whole = format.dequantize(parts, *rows.shape, torch.float32)
         out = torch.zeros(2, 35, 400)
         target = out[:, :, :384]
         if quant.compressed_tensors is CompressedFormat.fp8:
@@ -93,7 +112,8 @@ def test_kernels_compute_what_torch_computes(quant: QuantConfig):
         else:
             book = format_module.code_book(format.quant_type, codes.device)
             scales = scales.view(format.scale_dtype)
-            kernels.dequantize(codes, scales, None, (book, book), format.blocksize, target)
+            global_scales = parts.get("global_scales")
+            kernels.dequantize(codes, scales, None, (book, book), format.blocksize, target, global_scales=global_scales)
         assert torch.equal(target, whole.view(2, 35, 384))
         assert not out[:, :, 384:].any()
 
@@ -129,6 +149,7 @@ def test_settings_choose_the_format():
             "quant.compressed_tensors=int4 contradicts quant.load_in_4bit=true",
         ),
         (["quant=fp8", "quant.group_size=64"], "quant.group_size=64 has no effect"),
+        (["quant=nvfp4", "quant.group_size=64"], "quant.group_size=64 has no effect"),
         (["quant=int4", "compute.matmul=fp8"], "compute.matmul=fp8 works on nf4 and fp4 weights alone"),
         (["quant=int4", "lora.init_lora_weights=pissa"], "starts from the base weights, which are packed codes here"),
     ],

@@ -202,7 +202,10 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("memory.activations=false", "Set memory.activations=none."),
         ("kernels.cross_entropy=false", "Set kernels.cross_entropy=torch."),
         ("fsdp.sharding_strategy=full_shard", "Set fsdp.sharding_strategy=FULL_SHARD."),
-        ("quant=nf5", "is no option of quant: it has fp4, fp8, int4, int8, mxfp4, nf4, none. Did you mean quant=nf4?"),
+        (
+            "quant=nf5",
+            "is no option of quant: it has fp4, fp8, int4, int8, mxfp4, nf4, none, nvfp4. Did you mean quant=nf4?",
+        ),
         ("model=llama3-7b", "Did you mean model=llama3-70b?"),
         ("model=qwen2.5-7b", "Did you mean model=qwen2.5-7b-base or model=qwen2.5-7b-instruct?"),
         ("quant={load_in_4bit: true}", "is no option of quant"),

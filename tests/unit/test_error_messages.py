@@ -278,6 +278,13 @@ def test_blocks_that_cross_rows(tmp_path: Path):
         fix = rf"quant\.group_size={size} can't quantize [67] layers.*a smaller quant\.group_size, {smaller}\. Or: "
         with pytest.raises(ConfigError, match=rf"(?s){fix}Set quant=fp8"):
             build(tmp_path, quant)
+    config = AutoConfig.for_model("llama", hidden_size=24, num_key_value_heads=2, **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    quant = QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.nvfp4)
+    with pytest.raises(
+        ConfigError, match=r"(?s)quant\.compressed_tensors=nvfp4 can't quantize 6 layers.*Set quant=fp8"
+    ):
+        build(tmp_path, quant)
 
 
 def test_a_quantized_base_can_not_be_merged_in_full(tmp_path: Path):

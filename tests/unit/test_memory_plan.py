@@ -92,6 +92,16 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
         assert sum(parts.values()) - parts["workspace"] - parts["gathered"] == sizes.shard_bytes
 
 
+def test_rows_that_are_held_until_they_are_quantized_are_planned():
+    """nvfp4 looks at a whole weight first: a rank's rows of the largest, 4,096 x 14,336, in 16 bits."""
+    for num_ranks, num_rows in ((1, 4096), (3, 1366)):
+        found = [
+            uniform(workload("model=llama3-8b", f"quant={quant}", num_ranks=num_ranks)).phases["load"]["workspace"]
+            for quant in ("mxfp4", "nvfp4")
+        ]
+        assert found[1] - found[0] == num_rows * 14336 * 2
+
+
 # GiB that tensors took in backward on H200s, layers fused (benchmarks/results).
 MEASURED_BACKWARD = [
     (1, "llama3-8b", 512, 1, "keep", (), 7.67),

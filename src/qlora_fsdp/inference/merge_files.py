@@ -268,7 +268,7 @@ def _find_left_out(merge: merge_weights.Merge) -> set[str]:
         left_out.update(assignment.copies)  # of a tied table, which is written once
     scaled = _scaled_tensors(merge)
     if scaled:
-        left_out |= {tensor.scales.key for tensor in scaled}
+        left_out |= {scales.key for tensor in scaled for scales in tensor.all_scales}
         left_out |= {key for key in all_tensors if key.endswith(UNUSED)}
     if merge.meta.head:  # of a classifier: the base has a head of its own, which nothing uses
         used = {*assignments, *merge_weights.find_uses(merge.meta.assignments)}

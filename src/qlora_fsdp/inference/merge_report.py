@@ -43,9 +43,17 @@ ENOUGH = 0.9  # of the gain
 MIN_GAIN = 0.01  # nats a token: of less no share is computed, as a few rows don't show it
 MAX_SECONDS = 60.0  # that the rows take in the first model; the others get the rows that were done by then
 LoadForm = Callable[[torch.dtype, torch.device], nn.Module]
-# Of 16 bits, what a base takes by whether it is in 4 and in 8 bits, with what stays in 16
 # Of the memory of a model in 16 bits, by the format of its base
-FORMAT_SHARES = {None: 1.0, "nf4": 0.4, "fp4": 0.4, "int4": 0.4, "mxfp4": 0.4, "int8": 0.6, "fp8": 0.6}
+FORMAT_SHARES = {
+    None: 1.0,
+    "nf4": 0.4,
+    "fp4": 0.4,
+    "int4": 0.4,
+    "mxfp4": 0.4,
+    "nvfp4": 0.4,
+    "int8": 0.6,
+    "fp8": 0.6,
+}
 SPARE = 1.1  # of the memory of a model, for what computing takes
 # The types of GGUF files that round less than another
 FINER_GGUF = {"q4_0": ("q8_0", "f16"), "q8_0": ("f16", "bf16"), "f16": ("f32",), "bf16": ("f32",), "f32": ()}

@@ -102,7 +102,7 @@ def _allows_fp8(layer: QuantizedLinear) -> bool:
     match layer.format.quant_type:
         case "nf4" | "fp4":
             return layer.out_features % FP8_MULTIPLE == 0 and layer.blocksize <= FP8_MAX_BLOCKSIZE
-        case "int8" | "int4" | "fp8" | "mxfp4":
+        case "int8" | "int4" | "fp8" | "mxfp4" | "nvfp4":
             return False
         case unknown:
             assert_never(unknown)

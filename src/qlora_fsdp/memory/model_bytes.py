@@ -97,6 +97,7 @@ class ModelBytes:
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory.
+        held_to_quantize: most bytes of a rank's rows of one weight that are held until they are quantized.
     """
 
     def __init__(self, work: Workload) -> None:
@@ -120,6 +121,8 @@ class ModelBytes:
         self.all_trained = sum_bytes(self.tensors).adapters
         self.optimizer = optimizer_bytes(self.tensors, work.config.optim.name, work.num_shards)
         self.is_offloaded = work.config.fsdp.cpu_offload
+        held_whole = [weight.shard_bytes(work.num_shards) for weight in self.parts.held_whole]
+        self.held_to_quantize = max(held_whole, default=0)
 
     def _code_buffers(self, layers: Sequence[Sequence[int]]) -> int:
         """Bytes of all sets of buffers, given the bytes of each layer's codes. A set has room for all its layers.

@@ -207,8 +207,10 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
             [teacher.beside(largest["forward"]), *(_add(resident, moment) for moment in teacher.moments())]
         )
         largest["backward"] = teacher.beside(largest["backward"])
+    loaded = [model] if teacher is None else [model, teacher.model]
+    held_to_quantize = max(each.held_to_quantize for each in loaded)
     phases = {
-        "load": model.resident(with_training=False) | taught_by | {"workspace": LOAD_STAGING},
+        "load": model.resident(with_training=False) | taught_by | {"workspace": LOAD_STAGING + held_to_quantize},
         **answers,
         **largest,
         "step": resident | {"gradients": model.step_gradients, "dequantized": held, "workspace": WORKSPACE},

@@ -142,6 +142,8 @@ class ModelParts:
         num_quantized: weights that are quantized.
         cached_bytes: what a cache keeps of one token: keys and values of all layers.
         has_experts: whether some of its weights are those of all experts of a layer.
+        held_whole: weights in the compute dtype, one of each shape. A rank holds its rows of one at a time while it
+            loads, until they are quantized (`Format.has_global_scale`).
     """
 
     kinds: tuple[LayerKind, ...]
@@ -152,6 +154,7 @@ class ModelParts:
     num_quantized: int
     cached_bytes: int = 0
     has_experts: bool = False
+    held_whole: tuple[ParameterSize, ...] = ()
 
 
 class TracedModel(Protocol):

@@ -53,10 +53,11 @@ from qlora_fsdp.model.swap_layers import (
     swap_stored_layers,
     swap_tables,
 )
+from qlora_fsdp.runtime.hardware import dtype_name
 from qlora_fsdp.weights.assign import assign, stored_formats
 from qlora_fsdp.weights.composed import Assignment, Stored, is_scaled
 from qlora_fsdp.weights.map_keys import map_keys
-from qlora_fsdp.weights.scaled import METHODS, attach_scales
+from qlora_fsdp.weights.scaled import COMPRESSED, METHODS, attach_scales, input_bits
 
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
@@ -157,6 +158,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
     if new and files.tensors:
         notes.append(f"not in the base's files, so trained in full: {', '.join(sorted(new))}")
+    notes += _note_inputs(stored, settings.dtype)
     dequantized_from: str | None = None
     if stored is not None and stored["quant_method"] in METHODS and not stored_formats(tensors):
         dequantized_from = str(stored["quant_method"])
@@ -168,6 +170,25 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     if dequantized_from is not None:
         notes.append(_note_dequantized(dequantized_from, settings.quant.base_format, assignments))
     return MetaModel(model, config, assignments, format, notes + more_notes, head)
+
+
+def _note_inputs(stored: dict[str, Any] | None, dtype: torch.dtype) -> list[str]:
+    """A note if servers round the inputs of a checkpoint's layers, which is not done here.
+
+    Args:
+        stored: the config's `quantization_config`; None if the files are in full precision.
+        dtype: in which layers get their inputs.
+    """
+    if stored is None or stored["quant_method"] != COMPRESSED:
+        return []
+    bits = input_bits(stored)
+    if not bits:
+        return []
+    to = " and ".join(str(number) for number in bits)
+    return [
+        f"the checkpoint asks servers to round the inputs of its layers to {to} bits, which is not done here: layers "
+        f"compute with inputs in {dtype_name(dtype)}"
+    ]
 
 
 def _note_dequantized(method: str, base_format: str | None, assignments: Sequence[Assignment]) -> str:

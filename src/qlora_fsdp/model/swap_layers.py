@@ -27,7 +27,7 @@ from qlora_fsdp.config.checks.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.layers.experts.forward import expert_weight_names
 from qlora_fsdp.layers.experts.grouped_products import QuantizedExpertWeight
-from qlora_fsdp.layers.quantized.compressed import MXFP4_GROUP
+from qlora_fsdp.layers.quantized.compressed import MXFP4_GROUP, NVFP4_GROUP
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized.linear import QuantizedEmbedding, QuantizedLinear
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
@@ -53,6 +53,8 @@ def choose_format(quant: QuantConfig, dtype: torch.dtype) -> Format | None:
             return Format("fp8", scale_dtype=dtype)
         case CompressedFormat.mxfp4:
             return Format("mxfp4", blocksize=MXFP4_GROUP)
+        case CompressedFormat.nvfp4:
+            return Format("nvfp4", blocksize=NVFP4_GROUP, scale_dtype=torch.float8_e4m3fn)
         case CompressedFormat.none:
             pass
         case unknown:
@@ -172,9 +174,9 @@ def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
     smaller = [str(size) for size in GROUP_SIZES if size < format.blocksize]
     if smaller:
         fix = f"Set a smaller quant.group_size, {' or '.join(smaller)}. Or: {fix}"
-    setting = f"quant.group_size={format.blocksize}"
-    if format.quant_type == "mxfp4":
-        setting = "quant.compressed_tensors=mxfp4"
+    setting = f"quant.compressed_tensors={format.quant_type}"
+    if format.quant_type == "int4":
+        setting = f"quant.group_size={format.blocksize}"
     return ConfigError([Problem(setting, reason, fix)])
 
 

@@ -83,6 +83,18 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
     return gathered[:num_rows]
 
 
+def find_largest(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest of the ranks' values, element by element.
+
+    Args:
+        local: this rank's values, on the device of the group; they may be overwritten.
+        group: the ranks that hold the rows, from `shard_group`; None if this rank has them all.
+    """
+    if group is not None:
+        dist.all_reduce(local, dist.ReduceOp.MAX, group)
+    return local
+
+
 def gather_columns(parts: Sequence[Tensor], widths: Sequence[int], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Concatenate the columns of all ranks, those of several matrices in one call.
 

@@ -36,6 +36,7 @@ from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.quantized.matmul import DequantizedMatmul
+from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.layers.rewire import rewire, use_head_pieces
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize
@@ -461,7 +462,18 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
         num_quantized=sum(kinds[kind].num_quantized for kind in order),
         cached_bytes=_cached_values(model.base.config.get_text_config()) * model.base.dtype.itemsize,
         has_experts=has_experts(model),
+        held_whole=_held_whole(model),
     )
+
+
+def _held_whole(model: nn.Module) -> tuple[ParameterSize, ...]:
+    """The weights of formats with a global scale, in the compute dtype, one of each shape."""
+    found: dict[ParameterSize, None] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer) and module.format.has_global_scale:
+            row_bytes = module.in_features * module.compute_dtype.itemsize
+            found[ParameterSize("full_precision", module.out_features, row_bytes)] = None
+    return tuple(found)
 
 
 def _cached_values(config: PretrainedConfig) -> int:

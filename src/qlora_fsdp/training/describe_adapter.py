@@ -88,13 +88,15 @@ def describe_adapter(
 def _served_format(prepared: Prepared) -> str | None:
     """The format of the base, if servers read it and `merge` writes all of the base in it.
 
-    Experts that are one tensor in the files, as gpt-oss's, are written in 16 bits.
+    Experts that are one tensor in the files, as gpt-oss's, are written in 16 bits, and none are written in a format
+    with a global scale.
     """
     meta = prepared.assembled.meta
     if meta.format is None or meta.format.is_bitsandbytes:
         return None
     for assignment in meta.assignments:
-        if isinstance(assignment.module, QuantizedExpertWeight) and not is_apart(assignment.stored):
+        is_of_experts = isinstance(assignment.module, QuantizedExpertWeight)
+        if is_of_experts and (meta.format.has_global_scale or not is_apart(assignment.stored)):
             return None
     return meta.format.quant_type
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, MXFP4_GROUP
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, MXFP4_GROUP, NVFP4_GROUP
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.hardware import dtype_name
@@ -38,7 +38,7 @@ class StoredRows:
     @property
     def num_bytes(self) -> int:
         """Bytes to read, those of scales included."""
-        scales = self.stored.scales.num_bytes if isinstance(self.stored, ScaledTensor) else 0
+        scales = sum(each.num_bytes for each in self.stored.all_scales) if isinstance(self.stored, ScaledTensor) else 0
         all_rows = max(1, self.stored.num_bytes // max(1, self.stored.row_bytes))
         return self.num_rows * self.stored.row_bytes + scales * self.num_rows // all_rows
 
@@ -91,7 +91,8 @@ Stored = StoredTensor | ComposedTensor  # what the files have for a tensor of th
 def stored_tensors(stored: Stored) -> list[StoredTensor]:
     """The tensors in the files of which a tensor of the model is made, scales included."""
     tensors = stored.tensors if isinstance(stored, ComposedTensor) else [stored]
-    return [*tensors, *(tensor.scales for tensor in tensors if isinstance(tensor, ScaledTensor))]
+    scales = [each for tensor in tensors if isinstance(tensor, ScaledTensor) for each in tensor.all_scales]
+    return [*tensors, *scales]
 
 
 def is_scaled(stored: Stored) -> bool:
@@ -158,9 +159,11 @@ def format_of(stored: Stored) -> Format | None:
 def _format_of_tensor(stored: StoredTensor) -> Format | None:
     if not isinstance(stored, ScaledTensor):
         return None
+    scale_dtype = stored.scales.dtype
+    if stored.book == FP4_BOOK and stored.global_scale is not None:
+        return Format("nvfp4", blocksize=NVFP4_GROUP, scale_dtype=scale_dtype)
     if stored.book == FP4_BOOK:
         return Format("mxfp4", blocksize=MXFP4_GROUP)
-    scale_dtype = stored.scales.dtype
     if not stored.scales.key.endswith("_scale") or scale_dtype not in SCALE_DTYPES:
         return None
     if stored.book == INT4_BOOK and stored.block[1] in INT4_GROUPS:

@@ -11,13 +11,7 @@ weight comes from one of three sources:
   zeros.
 
 For a weight from files, this module makes `RowRequest`s: which rows this rank needs, and the sink that takes them.
-row_reader.py reads the rows, and the sinks cast, quantize and write them to the shard.
-
-What becomes of rows that are read: they are copied, packed or quantized into this rank's shard.
-
-Rows arrive in pieces, in order. A sink takes the pieces of one tensor (`put`) and is told when they are all there
-(`finish`). `Copy`, `Pack` and `Quantize` write to a shard. `Dequantize` and `Transpose` stand before them, for tensors
-that the files have in another form than the model.
+row_reader.py reads the rows, and the sinks (sinks.py) cast, quantize and write them to the shard.
 """
 
 from __future__ import annotations
@@ -29,13 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers.quantized.format import Format
-from qlora_fsdp.layers.quantized_layer import QuantizedLayer
-from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
+from qlora_fsdp.runtime.rows import local_rows, local_tensor
 from qlora_fsdp.weights.composed import Assignment, StoredRows, as_composed
 from qlora_fsdp.weights.row_reader import FiniteCheck, RowRequest, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor
-from qlora_fsdp.weights.scaled import ScaledTensor, dequantize_rows, scale_values
+from qlora_fsdp.weights.scaled import ScaledTensor
+from qlora_fsdp.weights.sinks import (
+    Copy,
+    Dequantize,
+    HoldGlobalScales,
+    HoldScales,
+    KeepCodes,
+    Pack,
+    Quantize,
+    QuantizeWhole,
+    Transpose,
+)
 
 # Random rows are drawn in blocks of this many, each with a seed of its own. So a rank can begin at any block, and the
 # values do not depend on the number of ranks.
@@ -161,8 +164,8 @@ def _requests(
 ) -> list[RowRequest]:
     """Requests for this rank's rows of a weight that bitsandbytes has not quantized.
 
-    A weight that is stored in FP8 or MXFP4 has two requests. The first reads its scales, so that they are at hand when
-    the second reads its rows, which are dequantized with them.
+    A weight that is scaled by blocks in the files has two requests or three. The first read its scales, so that they
+    are at hand when the last reads its rows, which are dequantized with them.
     """
     assert assignment.stored is not None
     stored = as_composed(assignment.stored)
@@ -194,12 +197,11 @@ def _requests(
         sink = finite.watch(sink, spans, arriving, cast_to)
         return [RowRequest(spans, example.row_bytes * height, sink)]
     scales = HoldScales(example.scales.dtype, rows)
-    values = Dequantize(finite.watch(sink, rows, arriving, cast_to), example, scales, arriving)
     scale_bytes = example.scales_per_row * example.scales.dtype.itemsize
-    return [
-        RowRequest([_scales_of(span) for span in rows], scale_bytes, scales),
-        RowRequest(spans, example.row_bytes * height, values),
-    ]
+    requests = [RowRequest([_scales_of(span) for span in rows], scale_bytes, scales)]
+    global_scales = _hold_global_scales(example, rows, requests)
+    values = Dequantize(finite.watch(sink, rows, arriving, cast_to), example, scales, global_scales, arriving)
+    return [*requests, RowRequest(spans, example.row_bytes * height, values)]
 
 
 def _kept_requests(assignment: Assignment, finite: FiniteCheck) -> list[RowRequest]:
@@ -216,10 +218,35 @@ def _kept_requests(assignment: Assignment, finite: FiniteCheck) -> list[RowReque
     scale_dtype = example.scales.dtype
     scale_spans = [_scales_of(span) for span in rows]
     scales = HoldScales(scale_dtype, rows)
-    codes = KeepCodes(assignment.layer, rows, scales, finite)
-    scale_bytes = example.scales_per_row * scale_dtype.itemsize
-    watched = finite.watch(scales, scale_spans, scale_dtype, scale_dtype)
-    return [RowRequest(scale_spans, scale_bytes, watched), RowRequest(rows, example.row_bytes, codes)]
+    watched: Sink = scales
+    if scale_dtype.itemsize > 1:  # others are looked at with what they mean
+        watched = finite.watch(scales, scale_spans, scale_dtype, scale_dtype)
+    requests = [RowRequest(scale_spans, example.scales_per_row * scale_dtype.itemsize, watched)]
+    global_scales = _hold_global_scales(example, rows, requests)
+    codes = KeepCodes(assignment.layer, rows, scales, global_scales, finite)
+    return [*requests, RowRequest(rows, example.row_bytes, codes)]
+
+
+def _hold_global_scales(
+    example: ScaledTensor, rows: Sequence[Span], requests: list[RowRequest]
+) -> HoldGlobalScales | None:
+    """A sink that gets the global scales of this rank's rows, by a request that is added; None if they have none.
+
+    Args:
+        example: one of the tensors that the rows lie in.
+        rows: where they lie.
+        requests: those before.
+    """
+    if example.global_scale is None:
+        return None
+    spans: list[Span] = []
+    for span in rows:
+        assert isinstance(span.stored, ScaledTensor)
+        assert span.stored.global_scale is not None
+        spans.append(Span(span.stored.global_scale, 0, 1))
+    sink = HoldGlobalScales(example.global_scale.dtype, rows)
+    requests.append(RowRequest(spans, example.global_scale.dtype.itemsize, sink))
+    return sink
 
 
 def _scales_of(span: Span) -> Span:
@@ -248,6 +275,8 @@ def _make_sink(
     assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype, row_elements: int
 ) -> Sink:
     """The sink that writes a weight to this rank's shard. Its rows of `row_elements` arrive in `source_dtype`."""
+    if assignment.is_quantized and assignment.layer.format.has_global_scale:
+        return QuantizeWhole(assignment.layer, device, source_dtype, dtype)
     if assignment.is_quantized:
         return Quantize(assignment.layer, device, source_dtype, dtype)
     return Copy(local_tensor(assignment.parameter).view(-1, row_elements), source_dtype)
@@ -291,212 +320,3 @@ def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[
         nested[-1] = assignment.nested_offset
     last = max(first, min(last, num_groups))
     return [*requests, copy("nested_scales", 4, (first, last), nested)]
-
-
-class Copy(Sink):
-    """Casts rows of `source_dtype` to the dtype of `target` and copies them.
-
-    `target` is this rank's rows of a parameter.
-    """
-
-    def __init__(self, target: Tensor, source_dtype: torch.dtype) -> None:
-        self.target = target
-        self.source_dtype = source_dtype
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        values = rows.view(self.source_dtype).view(-1, *self.target.shape[1:])
-        self.target[first_row : first_row + len(values)].copy_(values)
-
-
-class Transpose(Sink):
-    """Takes the rows of whole matrices, and hands on the rows of their transposes that this rank holds.
-
-    Args:
-        sink: takes the rows.
-        dtype: the dtype of the matrices.
-        shape: the shape of a matrix as it comes: [height, width]. Its transpose has `width` rows. A piece is one or
-            more whole matrices.
-        first_row: the first row wanted, counted from the first of all matrices that come.
-        num_rows: how many are wanted.
-    """
-
-    def __init__(self, sink: Sink, dtype: torch.dtype, shape: tuple[int, int], first_row: int, num_rows: int) -> None:
-        self.sink = sink
-        self.dtype = dtype
-        self.shape = shape
-        self.next_row = -first_row  # the next row to come, counted from the first wanted
-        self.num_rows = num_rows
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        height, width = self.shape
-        turned = rows.view(self.dtype).view(-1, height, width).mT.contiguous().view(-1, height)
-        start = self.next_row
-        self.next_row += len(turned)
-        begin = max(0, -start)
-        end = min(len(turned), self.num_rows - start)
-        if begin < end:
-            self.sink.put(turned[begin:end].view(torch.uint8), start + begin)
-
-    def finish(self) -> None:
-        self.sink.finish()
-
-
-class HoldScales(Sink):
-    """Keeps the scales of a tensor that is scaled by blocks, until its rows have come.
-
-    Args:
-        dtype: the dtype of the scales.
-        rows: where this rank's rows lie, in tensors that are scaled. What comes is the scales of each span, in order.
-    """
-
-    def __init__(self, dtype: torch.dtype, rows: Sequence[Span]) -> None:
-        self.dtype = dtype
-        self.rows = rows
-        self.held: list[Tensor] = []
-        self.index: Tensor | None = None  # for each row, which row of the scales it has: int64 [rows]
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        self.held.append(rows.view(self.dtype).clone())
-
-    def of(self, first_row: int, num_rows: int) -> Tensor:
-        """The scales of some of this rank's rows: [rows, scales]."""
-        if len(self.held) > 1:
-            self.held = [torch.cat(self.held)]
-        (held,) = self.held
-        if self.index is None:
-            self.index = torch.cat(list(self._find_index())).to(held.device)
-        return held[self.index[first_row : first_row + num_rows]]
-
-    def _find_index(self) -> Iterator[Tensor]:
-        start = 0
-        for span in self.rows:
-            assert isinstance(span.stored, ScaledTensor)
-            found = span.stored.scale_rows(span.first_row, span.last_row)
-            yield found - found[0] + start
-            start += int(found[-1] - found[0]) + 1
-
-    def free(self) -> None:
-        self.held = []
-        self.index = None
-
-
-class Dequantize(Sink):
-    """Hands on the values of rows that are scaled by blocks.
-
-    Args:
-        sink: takes the rows, in `dtype`.
-        stored: one of the tensors whose rows come.
-        scales: has their scales, which come before them.
-        dtype: the dtype of the values.
-    """
-
-    def __init__(self, sink: Sink, stored: ScaledTensor, scales: HoldScales, dtype: torch.dtype) -> None:
-        self.sink = sink
-        self.stored = stored
-        self.scales = scales
-        self.dtype = dtype
-        self.num_rows = 0  # so far
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        rows = rows.view(-1, self.stored.row_bytes)  # what comes may be whole matrices
-        scales = self.scales.of(self.num_rows, len(rows))
-        values = dequantize_rows(self.stored, rows.view(self.stored.dtype), scales, self.dtype)
-        self.sink.put(values.view(torch.uint8), self.num_rows)
-        self.num_rows += len(rows)
-
-    def finish(self) -> None:
-        self.scales.free()
-        self.sink.finish()
-
-
-class KeepCodes(Sink):
-    """Writes codes and scales of compressed-tensors, or of MXFP4, to a layer that has them in the same format.
-
-    Args:
-        layer: gets them.
-        rows: where this rank's rows lie.
-        scales: has their scales, which come before them.
-        finite: looks at what may stand for NaN: codes of FP8, and exponents of mxfp4.
-    """
-
-    def __init__(self, layer: QuantizedLayer, rows: Sequence[Span], scales: HoldScales, finite: FiniteCheck) -> None:
-        self.format = layer.format
-        self.stored = [span.stored for span in rows]
-        self.scales = scales
-        self.finite = finite
-        self.codes = local_tensor(layer.codes)
-        self.own_scales = local_tensor(layer.scales)
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        codes = rows.view(torch.uint8).view(-1, self.stored[0].row_bytes)
-        if self.format.is_4bit:
-            codes = (codes << 4) | (codes >> 4)  # the first of two codes is in the low half there
-        else:
-            self.finite.note(self.stored, torch.bfloat16, codes.view(torch.float8_e4m3fn).bfloat16())
-        some = slice(first_row, first_row + len(codes))
-        scales = self.scales.of(first_row, len(codes))
-        if scales.dtype == torch.uint8:
-            scales = scale_values(scales).bfloat16()
-            self.finite.note(self.stored, torch.bfloat16, scales)
-        _write(self.codes[some], self.format.pack(codes))
-        _write(self.own_scales[some], self.format.pack_scales(scales))
-
-    def finish(self) -> None:
-        self.scales.free()
-
-
-class Pack(Sink):
-    """Packs rows of bytes into the layer's storage dtype and writes them."""
-
-    def __init__(self, target: Tensor, format: Format) -> None:
-        self.target = target
-        self.format = format
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        _write(self.target[first_row : first_row + len(rows)], self.format.pack(rows))
-
-
-class Quantize(Sink):
-    """Casts rows to `dtype`, quantizes them, and fills the layer's codes; its scales follow once all rows are there."""
-
-    def __init__(
-        self, layer: QuantizedLayer, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype
-    ) -> None:
-        self.layer = layer
-        self.device = device
-        self.source_dtype = source_dtype
-        self.dtype = dtype
-        self.codes = local_tensor(layer.codes)
-        self.scales: list[Tensor] = []
-
-    def put(self, rows: Tensor, first_row: int) -> None:
-        codes, scales = self.layer.format.quantize_rows(rows.view(self.source_dtype).to(self.dtype))
-        _write(self.codes[first_row : first_row + len(codes)], codes)
-        self.scales.append(scales)
-
-    def finish(self) -> None:
-        layer = self.layer
-        format = layer.format
-        if not format.double_quant:
-            target = local_tensor(layer.scales)
-            if self.scales:
-                _write(target, torch.cat(self.scales))
-            self.scales = []
-            return
-        none = torch.empty(0, layer.in_features // format.blocksize, device=self.device)
-        absmax = torch.cat([none, *self.scales])
-        self.scales = []
-        # Double quantization subtracts the mean of all scales, and quantizes them in groups of 256 that may span ranks.
-        # So the scales of all ranks are gathered, every rank quantizes all of them, and keeps its own rows.
-        group = shard_group(layer.codes)
-        scales, nested_scales = format.quantize_scales(gather_rows(absmax, layer.out_features, group))
-        for param, whole in ((layer.scales, scales), (layer.nested_scales, nested_scales)):
-            first, last = local_rows(param)
-            _write(local_tensor(param), whole[first:last])
-
-
-def _write(target: Tensor, source: Tensor) -> None:
-    """Copy raw bytes between any two devices, never converting the dtype."""
-    assert target.shape == source.shape and target.dtype == source.dtype
-    if target.numel():
-        target.view(torch.uint8).copy_(source.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Tensors of FP8, MXFP4 and int4 checkpoints, whose values are scaled by blocks; the scales are tensors of their own.
+"""Tensors of checkpoints whose values are scaled by blocks, as in FP8 and MXFP4; the scales are tensors of their own.
 
 FP8 (`quant_method` "fp8", as of DeepSeek-V3): float8_e4m3fn weights `W` with `W_scale_inv`, a float32 scale (or a power
 of two in one byte) for each block of 128 x 128 weights, or one for the whole weight.
@@ -7,8 +7,10 @@ byte with the first in the low half, and `W_scales`, a power of two for each 32 
 expert's matrix as the transpose of the model's.
 compressed-tensors ("compressed-tensors", as vLLM's users have them): int4 as `W_packed`, eight integers from -8 to 7 in
 an int32, each plus 8 and the first in the lowest bits, with `W_scale`, one for a group of a row; mxfp4 as `W_packed`,
-two 4-bit floats a byte, with `W_scale` as MXFP4's, of the model's own matrices; and FP8 as above, with `W_scale` for
-the whole weight, for each row or for each block.
+two 4-bit floats a byte, with `W_scale` as MXFP4's, of the model's own matrices; nvfp4 as the same `W_packed`, with
+`W_scale` in float8_e4m3fn, one for 16 weights of a row, over `W_global_scale`, one number; and FP8 as above, with
+`W_scale` for the whole weight, for each row or for each block. What they say of inputs is not applied: a model is
+trained and computes with inputs as they are.
 
 Rows are dequantized while they are read, as transformers does it when it loads such files with `dequantize=True`: the
 products are taken in float32, and rounded to the compute dtype. They are then quantized like any others. But where a
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import list_some, shorten
-from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, MXFP4_GROUP
+from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, MXFP4_GROUP, NVFP4_GROUP
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # By the quant_method of a config's quantization_config: how the names of values end, and those of their scales.
@@ -37,13 +39,12 @@ COMPRESSED = "compressed-tensors"
 METHODS = (*ENDINGS, COMPRESSED)
 EXPONENT_OF_ONE = 127.0  # in a byte of exponents (E8M0)
 VALUES_A_TIME = 2**22  # dequantized at a time: 16 MiB in float32
-# Of inputs in FP8, which are not used here, and the shape of a packed weight, which that of its scales tells too.
-UNUSED = (".activation_scale", "_activation_scale", ".input_scale", ".weight_shape")
+# Of inputs in 8 or 4 bits, which are not used here, and the shape of a packed weight, which its scales' tells too.
+UNUSED = (".activation_scale", "_activation_scale", ".input_scale", ".input_global_scale", ".weight_shape")
 # What compressed-tensors writes beside codes that mean something else than the product with their scale.
 MORE_PARTS = {
     "_zero_point": "it is asymmetric (it has zero points)",
     "_g_idx": "its columns are in another order (actorder)",
-    "_global_scale": "its scales have a scale (nvfp4)",
 }
 # The weights of compressed-tensors' schemes that are read, by their type, bits and whether they are symmetric.
 INT4 = ("int", 4, True)
@@ -61,6 +62,7 @@ class ScaledTensor(StoredTensor):
         block: rows and columns of the values that share a scale; the last blocks may be smaller.
         book: the values of codes of 4 bits; none of FP8.
         is_turned: whether its matrices are the transposes of the model's, as those of gpt-oss are.
+        global_scale: one element, by which the scales are divided (nvfp4); None: by nothing.
     """
 
     name: str
@@ -68,6 +70,12 @@ class ScaledTensor(StoredTensor):
     block: tuple[int, int]
     book: tuple[float, ...] = ()
     is_turned: bool = False
+    global_scale: StoredTensor | None = None
+
+    @property
+    def all_scales(self) -> list[StoredTensor]:
+        """The tensors in the files that say what its codes stand for."""
+        return [self.scales] if self.global_scale is None else [self.scales, self.global_scale]
 
     @property
     def row_bytes(self) -> int:
@@ -150,15 +158,18 @@ def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mappin
         if scales is None and not is_packed and stored.dtype.itemsize > 1:
             found[key] = stored
             continue
+        global_scale = tensors.get(f"{name}_global_scale")
         others = [reason for end, reason in MORE_PARTS.items() if f"{name}{end}" in tensors]
         made = None
         if scales is not None and not others:
-            if not is_packed:
-                made = _fp8(name, stored, scales, {})
-            elif INT4 in kinds and stored.dtype == torch.int32:
+            if is_packed and FLOAT4 in kinds and stored.dtype == torch.uint8:
+                made = _fp4(name, stored, scales, global_scale)
+            elif global_scale is not None:
+                others = ["its scales have a scale, as those of nvfp4 alone have"]
+            elif is_packed and INT4 in kinds and stored.dtype == torch.int32:
                 made = _int4(name, stored, scales)
-            elif FLOAT4 in kinds and stored.dtype == torch.uint8:
-                made = _fp4(name, stored, scales)
+            elif not is_packed:
+                made = _fp8(name, stored, scales, {})
         if made is not None:
             found[name] = made
         elif others:
@@ -173,7 +184,7 @@ def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mappin
 
 def _belongs_to_weight(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is a part of a weight that is in the files: its scales, or what is not known here."""
-    for end in ("_scale", *MORE_PARTS):
+    for end in ("_scale", "_global_scale", *MORE_PARTS):
         weight = key.removesuffix(end)
         if weight != key and (weight in tensors or f"{weight}_packed" in tensors):
             return True
@@ -203,10 +214,24 @@ def _read_schemes(quantization: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     if problems or not schemes:
         what = problems[0] if problems else "no config_groups"
         raise CheckpointError(
-            f"The checkpoint is in {COMPRESSED}, and its quantization_config has {what}. Symmetric int4, mxfp4 "
-            "and float8 are read. Set model.path to the model in full precision."
+            f"The checkpoint is in {COMPRESSED}, and its quantization_config has {what}. Symmetric int4, mxfp4, "
+            "nvfp4 and float8 are read. Set model.path to the model in full precision."
         )
     return kinds
+
+
+def input_bits(quantization: Mapping[str, Any]) -> list[int]:
+    """To how many bits servers round the inputs of a checkpoint's layers; none where they leave them as they are.
+
+    Args:
+        quantization: the config's quantization_config, of compressed-tensors, whose schemes `attach_scales` has read.
+    """
+    found: set[int] = set()
+    for scheme in quantization["config_groups"].values():
+        inputs = scheme.get("input_activations")
+        if isinstance(inputs, dict) and type(inputs.get("num_bits")) is int:
+            found.add(inputs["num_bits"])
+    return sorted(found)
 
 
 def _int4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
@@ -224,15 +249,23 @@ def _int4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor
     return _scaled(name, codes, (rows, columns), scales, (1, columns // num_groups), INT4_BOOK)
 
 
-def _fp4(name: str, packed: StoredTensor, scales: StoredTensor) -> ScaledTensor | None:
-    """An mxfp4 tensor of compressed-tensors with its scales; None if they do not fit."""
-    if scales.dtype != torch.uint8 or len(packed.shape) != 2 or len(scales.shape) != 2:
+def _fp4(
+    name: str, packed: StoredTensor, scales: StoredTensor, global_scale: StoredTensor | None
+) -> ScaledTensor | None:
+    """An mxfp4 or nvfp4 tensor of compressed-tensors with its scales; None if they do not fit."""
+    if len(packed.shape) != 2 or len(scales.shape) != 2:
         return None
+    is_nvfp4 = global_scale is not None
+    group_size = NVFP4_GROUP if is_nvfp4 else MXFP4_GROUP
+    scale_dtype = torch.float8_e4m3fn if is_nvfp4 else torch.uint8
     rows = packed.shape[0]
     columns = packed.shape[1] * 2
-    if scales.shape != (rows, columns // MXFP4_GROUP) or columns % MXFP4_GROUP:
+    if scales.dtype != scale_dtype or scales.shape != (rows, columns // group_size) or columns % group_size:
         return None
-    return _scaled(name, packed, (rows, columns), scales, (1, MXFP4_GROUP), FP4_BOOK)
+    if global_scale is not None and (global_scale.dtype != torch.float32 or math.prod(global_scale.shape) != 1):
+        return None
+    found = _scaled(name, packed, (rows, columns), scales, (1, group_size), FP4_BOOK)
+    return replace(found, global_scale=global_scale)
 
 
 def _fp8(name: str, stored: StoredTensor, scales: StoredTensor, quantization: Mapping[str, Any]) -> ScaledTensor | None:
@@ -296,7 +329,8 @@ def dequantize_rows(stored: ScaledTensor, rows: Tensor, scales: Tensor, dtype: t
     Args:
         stored: tells what codes of 4 bits mean, and how many columns a block has.
         rows: uint8 [n, row_bytes], packed codes of 4 bits; or float8_e4m3fn [n, values].
-        scales: [n, scales], one for each block of a row: floats, or uint8 exponents of two.
+        scales: [n, scales], one for each block of a row: floats, or uint8 exponents of two. Those of nvfp4 are divided
+            by the global scale already.
         dtype: the dtype of the result [n, values].
     """
     columns = stored.block[1]
@@ -335,13 +369,19 @@ def _pairs(book: tuple[float, ...], device: torch.device) -> Tensor:
 def read_dequantized(stored: ScaledTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """The values of a tensor in the files, some rows [n, values] at a time, on the CPU."""
     num_rows, step = math.prod(stored.shape[:-1]), max(1, VALUES_A_TIME // max(1, stored.shape[-1]))
-    scales = _read(stored.scales, 0, stored.scales.num_bytes).view(stored.scales.dtype).view(-1, stored.scales_per_row)
+    scales = _read_whole(stored.scales).view(-1, stored.scales_per_row)
+    if stored.global_scale is not None:
+        scales = scales.float() / _read_whole(stored.global_scale)
     value_dtype = torch.uint8 if stored.is_packed else stored.dtype
     for first in range(0, num_rows, step):
         last = min(num_rows, first + step)
         rows = _read(stored, first * stored.row_bytes, (last - first) * stored.row_bytes).view(value_dtype)
         some = scales[stored.scale_rows(first, last)]
         yield dequantize_rows(stored, rows.view(last - first, -1), some, dtype)
+
+
+def _read_whole(stored: StoredTensor) -> Tensor:
+    return _read(stored, 0, stored.num_bytes).view(stored.dtype)
 
 
 def _read(stored: StoredTensor, start: int, num_bytes: int) -> Tensor:

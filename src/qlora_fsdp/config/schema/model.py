@@ -140,6 +140,7 @@ class CompressedFormat(Enum):
     int4 = "int4"
     fp8 = "fp8"
     mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
 
 
 class EmbeddingStorage(Enum):
@@ -166,7 +167,8 @@ class QuantConfig:
     load_in_8bit: bool = setting(False, Run.other, ALWAYS, files=Files.adapters)
     # Quantize linear layers to a format of compressed-tensors, which vLLM serves (`merge quantize=...`). `int4`:
     # integers, symmetric, with a scale for each group of a row. `fp8`: float8_e4m3fn with a scale for each row.
-    # `mxfp4`: 4-bit floats with a power of two for each 32 weights of a row, as gpt-oss is published in.
+    # `mxfp4`: 4-bit floats with a power of two for each 32 weights of a row, as gpt-oss is published in. `nvfp4`: 4-bit
+    # floats with a scale in 8 bits for each 16 weights of a row, and one scale of the whole weight.
     compressed_tensors: CompressedFormat = setting(CompressedFormat.none, Run.other, ALWAYS, files=Files.adapters)
     # Weights of a row that share a scale: 32, 64 or 128.
     group_size: int = setting(

@@ -17,12 +17,24 @@ from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 
+@triton.jit
+def _from_fp8(code):
+    """What the bytes of float8_e4m3fn stand for, in float32.
+
+    Their bits, moved to those of float16, are the same number over 2**8, also where it is subnormal. So GPUs without
+    8-bit floats can read them too. The code that stands for NaN is no weight's, and no scale's.
+    """
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
 @kernel
 @triton.jit
 def _dequantize_kernel(
     codes,
     scales,
     nested,
+    global_scales,
     book,
     scale_book,
     factors,
@@ -41,6 +53,7 @@ def _dequantize_kernel(
     first_block,
     BLOCKSIZE: tl.constexpr,
     NESTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
     FACTOR: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -64,6 +77,10 @@ def _dequantize_kernel(
         flat = source[:, None] * row_blocks + source_block[None, :]
         absmax = tl.load(scale_book + code) * tl.load(nested + flat // 256, mask=is_both, other=0.0)
         absmax += tl.load(nested + num_groups)
+    elif GLOBAL:
+        absmax = _from_fp8(tl.load(scale, mask=is_both, other=0).to(tl.uint16))
+        whole = tl.load(global_scales + source, mask=is_row, other=1.0)
+        absmax = tl.div_rn(absmax, tl.broadcast_to(whole[:, None], absmax.shape))
     else:
         absmax = tl.load(scale, mask=is_both, other=0.0).to(tl.float32)
     if FACTOR == "row":
@@ -102,20 +119,14 @@ def _dequantize_fp8_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Dequantize a tile of ROWS x COLUMNS codes of one matrix.
-
-    The bits of float8_e4m3fn, moved to those of float16, are the same number over 2**8, also where it is subnormal. So
-    GPUs without 8-bit floats can read it too. The code that stands for NaN is no weight's.
-    """
+    """Dequantize a tile of ROWS x COLUMNS codes of one matrix."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(2).to(tl.int64)
     is_row = rows < num_rows
     is_there = is_row[:, None] & (columns < num_columns)[None, :]
     places = group * code_group_stride + rows[:, None] * code_stride + columns[None, :]
-    code = tl.load(codes + places, mask=is_there, other=0).to(tl.uint16)
-    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-    values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    values = _from_fp8(tl.load(codes + places, mask=is_there, other=0).to(tl.uint16))
     scale = tl.load(scales + group * scale_group_stride + rows, mask=is_row, other=0.0)
     values = (values * scale[:, None]).to(out.dtype.element_ty)
     tl.store(out + group * out_group_stride + rows[:, None] * out_stride + columns[None, :], values, mask=is_there)
@@ -161,12 +172,14 @@ def dequantize(
     factors: Tensor | None = None,
     axis: Literal["", "row", "column"] = "",
     origin: tuple[int, int] = (0, 0),
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """Fill `out` with a part of a 4-bit weight, or with its rows times `factors`. Returns `out`.
 
     Args:
         codes: the whole weight's: two codes per byte, in any dtype [rows, units].
-        scales: float32 or a dtype of 16 bits [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
+        scales: float32 or a dtype of 16 bits [rows, blocks]; or float8_e4m3fn, if there are `global_scales`; or
+            quantized to bytes, in any dtype, if there is `nested`.
         nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
         blocksize: consecutive weights of a row that share a scale.
@@ -175,6 +188,7 @@ def dequantize(
         factors: float32 [rows] for axis "row", [blocks] for axis "column"; None for axis "".
         axis: what there is one factor for.
         origin: the row, of each group, and the column that come first in `out`; the column a multiple of `blocksize`.
+        global_scales: by what the scales of each row are divided, float32 [rows]; None: by nothing.
     """
     assert NESTED_BLOCKSIZE == 256
     book, scale_book = books
@@ -182,13 +196,15 @@ def dequantize(
     num_rows, num_columns = out.shape[::-1] if axis == "column" else (out.shape[:-1].numel(), out.shape[-1])
     num_blocks = num_columns // blocksize
     code_bytes = codes.view(torch.uint8)
-    scale_units = scales if nested is None else scales.view(torch.uint8)
+    is_in_bytes = nested is not None or global_scales is not None
+    scale_units = scales.view(torch.uint8) if is_in_bytes else scales
     rows = 64 if axis == "column" else 4
     blocks = max(1, (64 if axis == "column" else 1024) // blocksize)
     _dequantize_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_blocks, blocks))](
         code_bytes,
         scale_units,
         book if nested is None else nested,
+        book if global_scales is None else global_scales,
         book,
         scale_book,
         book if factors is None else factors,
@@ -207,6 +223,7 @@ def dequantize(
         first_column // blocksize,
         BLOCKSIZE=blocksize,
         NESTED=nested is not None,
+        GLOBAL=global_scales is not None,
         FACTOR=axis,
         ROWS=rows,
         BLOCKS=blocks,

@@ -9,6 +9,8 @@ is the integer plus 8.
 fp8 ("float-quantized"): float8_e4m3fn, and the largest magnitude of a row stands for 448.
 mxfp4 ("mxfp4-pack-quantized"; Open Compute Project, Microscaling Formats, version 1.0): 4-bit floats in groups of 32,
 whose scale is a power of two. The largest magnitude of a group lies between 3.5 and 7 times its scale.
+nvfp4 ("nvfp4-pack-quantized"; NVIDIA): 4-bit floats in groups of 16, whose scale is float8_e4m3fn over the global scale
+of the weight. The largest magnitude of a group stands for 6, and the scale of the weight's largest group for 448.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ INT4_LARGEST = 7.5  # that the largest magnitude of a group stands for
 FP8_LARGEST = 448.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1 without its sign, which is the highest bit
 FP4_BOOK = (*FP4_VALUES, *(-value for value in FP4_VALUES))
+FP4_LARGEST = FP4_VALUES[-1]
 MXFP4_GROUP = 32
+NVFP4_GROUP = 16
+NVFP4_ZERO_SCALE = 0.125  # of groups whose scale would be rounded to zero
 SMALLEST_POWER = -127  # that a byte of exponents holds
 ZERO_SCALE = torch.finfo(torch.float32).eps  # of groups of zeros
 
@@ -79,10 +84,54 @@ def quantize_mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
     powers = torch.where(fractions >= 1.75 / 2, exponents, exponents - 1)
     powers = torch.where(fractions == 0, SMALLEST_POWER, powers - 2).clamp_min(SMALLEST_POWER)
     scales = torch.ldexp(torch.ones_like(fractions), powers)
-    scaled = groups / scales.unsqueeze(2)
-    codes = torch.bucketize(scaled.abs(), _fp4_bounds(rows.device), out_int32=True).to(torch.uint8)
-    codes = (codes | (scaled < 0).to(torch.uint8) << 3).flatten(1)
-    return (codes[:, ::2] << 4) | codes[:, 1::2], scales.bfloat16()
+    return _round_to_fp4(groups / scales.unsqueeze(2)), scales.bfloat16()
+
+
+def find_global_scale(largest: Tensor) -> Tensor:
+    """The global scale of an nvfp4 weight, by which the scales of its groups are divided.
+
+    Args:
+        largest: the largest magnitude of the whole weight, float32 of any shape.
+
+    Returns:
+        float32 of the same shape; 1 where the weight is zero or too small for a finite one, as the package's
+        `generate_gparam` has it.
+    """
+    scale = FP8_LARGEST * FP4_LARGEST / largest.clamp_min(torch.finfo(torch.float32).tiny)
+    return scale.nan_to_num(nan=1.0, posinf=1.0)
+
+
+def quantize_nvfp4(rows: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to nvfp4.
+
+    Args:
+        rows: of any float dtype [n, in_features].
+        global_scale: of the whole weight (`find_global_scale`): float32 [1].
+
+    Returns:
+        codes: uint8 [n, in_features / 2]; the first of two codes is in the high half of a byte.
+        scales: float8_e4m3fn [n, in_features / 16], to be divided by the global scale.
+    """
+    groups = rows.float().unflatten(1, (-1, NVFP4_GROUP))
+    wanted = global_scale * (groups.abs().amax(2) / FP4_LARGEST)
+    scales = wanted.clamp_max(FP8_LARGEST).to(torch.float8_e4m3fn).float()
+    scales = torch.where(scales == 0, NVFP4_ZERO_SCALE, scales)
+    codes = _round_to_fp4(groups / (scales / global_scale).unsqueeze(2))
+    return codes, scales.to(torch.float8_e4m3fn)
+
+
+def _round_to_fp4(groups: Tensor) -> Tensor:
+    """The codes of the nearest 4-bit floats.
+
+    Args:
+        groups: values over the scales of their groups, float32 [n, groups, group_size].
+
+    Returns:
+        uint8 [n, groups * group_size / 2]; the first of two codes is in the high half of a byte.
+    """
+    codes = torch.bucketize(groups.abs(), _fp4_bounds(groups.device), out_int32=True).to(torch.uint8)
+    codes = (codes | (groups < 0).to(torch.uint8) << 3).flatten(1)
+    return (codes[:, ::2] << 4) | codes[:, 1::2]
 
 
 @cache

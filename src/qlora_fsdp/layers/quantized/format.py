@@ -7,22 +7,27 @@ A weight W of `out_features` x `in_features` becomes two or three tensors. Ranks
                    each, in `storage`
                    int4, mxfp4: the scale of each block in `scale_dtype`, as bytes of float32 [out, in / blocksize
                    scales]; a power of two of mxfp4 is kept in bfloat16, whose kernels are int4's
+                   nvfp4: float8_e4m3fn, as bytes of float32 like int4's
                    int8: the absmax of each row, float32 [out]
                    fp8: the scale of each row, float32 [out]
     nested_scales  with double quantization only: float32 [groups + 1]. The absmax of each 256 scales in row-major
                    order, and last the mean that was subtracted from all scales
+    global_scales  nvfp4 only: by what the scales of a row are divided, float32 [out]. It is one number for the whole
+                   weight, which each row has, so that rows can be cut anywhere. Of files in which a weight is in
+                   several tensors (experts), each tensor's rows have the tensor's own
 
 `Format.parts` computes these shapes for the layers and for the memory plan.
 
 The bytes of nf4, fp4 and int8 are those that bitsandbytes makes of the same tensor: `quantize_4bit`,
-`quantize_blockwise` and `int8_vectorwise_quant`. Those of int4, fp8 and mxfp4 are compressed-tensors' (compressed.py),
-but for the order of two codes in a byte: the first is in the high half here, as bitsandbytes has it, and in the low
-half there.
-Scales of 16 bits are kept in elements of float32, so that what FSDP2 gathers together with codes in bfloat16 has two
-dtypes (docs/design.md#bytes).
+`quantize_blockwise` and `int8_vectorwise_quant`. Those of int4, fp8, mxfp4 and nvfp4 are compressed-tensors'
+(compressed.py), but for the order of two codes in a byte: the first is in the high half here, as bitsandbytes has it,
+and in the low half there.
+Scales of 8 and 16 bits are kept in elements of float32, so that what FSDP2 gathers together with codes in bfloat16 has
+two dtypes (docs/design.md#bytes).
 
 Because `in_features` is a multiple of the block size, a 4-bit block lies within a row, and a rank can quantize its own
-rows alone. Only double quantization looks across rows, which takes one gather of the scales.
+rows alone. Only double quantization looks across rows, which takes one gather of the scales, and nvfp4, which takes the
+largest magnitude of all rows first.
 """
 
 from __future__ import annotations
@@ -42,7 +47,14 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
 from qlora_fsdp.layers.kernels.launch import moves
-from qlora_fsdp.layers.quantized.compressed import FP4_BOOK, INT4_BOOK, quantize_fp8, quantize_int4, quantize_mxfp4
+from qlora_fsdp.layers.quantized.compressed import (
+    FP4_BOOK,
+    INT4_BOOK,
+    quantize_fp8,
+    quantize_int4,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
@@ -50,7 +62,7 @@ MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
 # every supported torch shards.
 STORAGE_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 VALUES_A_TIME = 2**22  # quantized or dequantized at a time by plain torch: 16 MiB in float32
-QuantType = Literal["nf4", "fp4", "int8", "int4", "fp8", "mxfp4"]
+QuantType = Literal["nf4", "fp4", "int8", "int4", "fp8", "mxfp4", "nvfp4"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,8 @@ class Format:
             bytes count.
         dequantizer: nf4 and fp4 only: whose kernel dequantizes whole weights on a GPU (`kernels.dequantize`). It is no
             part of what is stored.
-        scale_dtype: int4 and fp8 only: the dtype to which scales are rounded; mxfp4's are in bfloat16.
+        scale_dtype: the dtype of compressed-tensors' scales. Those of int4 and fp8 are rounded to the model's,
+            mxfp4's are in bfloat16, and nvfp4's in float8_e4m3fn.
     """
 
     quant_type: QuantType
@@ -79,7 +92,7 @@ class Format:
     def is_4bit(self) -> bool:
         """Whether two weights share a byte and each block of a row has its own scale; others have one scale a row."""
         match self.quant_type:
-            case "nf4" | "fp4" | "int4" | "mxfp4":
+            case "nf4" | "fp4" | "int4" | "mxfp4" | "nvfp4":
                 return True
             case "int8" | "fp8":
                 return False
@@ -92,7 +105,7 @@ class Format:
         match self.quant_type:
             case "nf4" | "fp4" | "int8":
                 return True
-            case "int4" | "fp8" | "mxfp4":
+            case "int4" | "fp8" | "mxfp4" | "nvfp4":
                 return False
             case _:
                 assert_never(self.quant_type)
@@ -103,7 +116,18 @@ class Format:
         match self.quant_type:
             case "nf4" | "fp4" | "int8" | "int4" | "mxfp4":
                 return True
-            case "fp8":
+            case "fp8" | "nvfp4":
+                return False
+            case _:
+                assert_never(self.quant_type)
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether a scale belongs to the whole weight, so that no row can be quantized before all have been seen."""
+        match self.quant_type:
+            case "nvfp4":
+                return True
+            case "nf4" | "fp4" | "int8" | "int4" | "fp8" | "mxfp4":
                 return False
             case _:
                 assert_never(self.quant_type)
@@ -114,13 +138,17 @@ class Format:
         The first dimension of each is the one that ranks split. Rows of bytes may be filled up to a whole element.
         """
         row_bytes = in_features // 2 if self.is_4bit else in_features
-        parts = {"codes": ((out_features, _units(row_bytes, self.storage)), self.storage)}
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        parts["codes"] = ((out_features, _units(row_bytes, self.storage)), self.storage)
         if not self.is_4bit:
             return {**parts, "scales": ((out_features,), torch.float32)}
         num_blocks = in_features // self.blocksize
         if not self.is_bitsandbytes:
             num_units = _units(num_blocks * self.scale_dtype.itemsize, torch.float32)
-            return {**parts, "scales": ((out_features, num_units), torch.float32)}
+            parts["scales"] = ((out_features, num_units), torch.float32)
+            if self.has_global_scale:
+                parts["global_scales"] = ((out_features,), torch.float32)
+            return parts
         if not self.double_quant:
             return {**parts, "scales": ((out_features, num_blocks), torch.float32)}
         num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)
@@ -153,11 +181,12 @@ class Format:
         """The dtype in which weights of `dtype` are quantized; bitsandbytes' int8 kernel takes float16."""
         return torch.float16 if self.quant_type == "int8" else dtype
 
-    def quantize_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_rows(self, weight: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Quantize whole rows, each independently of all others.
 
         Args:
             weight: bfloat16, float16 or float32 [rows, in_features]; the kernels of its device are used.
+            global_scale: of the whole weight, for formats with `has_global_scale`: float32 [1].
 
         Returns:
             codes: `storage` [rows, elements].
@@ -167,7 +196,7 @@ class Format:
         rows, in_features = weight.shape
         if not self.is_bitsandbytes:
             step = max(1, VALUES_A_TIME // max(1, in_features))
-            pieces = [self._quantize_compressed(some) for some in weight.split(step)]
+            pieces = [self._quantize_compressed(some, global_scale) for some in weight.split(step)]
             return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
         if not self.is_4bit:
             source = weight.to(self.source_dtype(weight.dtype))
@@ -181,22 +210,30 @@ class Format:
         )
         return self.pack(packed.view(rows, in_features // 2)), absmax.view(rows, in_features // self.blocksize)
 
-    def _quantize_compressed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize_compressed(self, weight: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The same in a format of compressed-tensors."""
-        if self.quant_type == "mxfp4":
-            codes, scales = quantize_mxfp4(weight)
-        elif self.is_4bit:
-            codes, scales = quantize_int4(weight, self.blocksize, self.scale_dtype)
-        else:
-            codes, scales = quantize_fp8(weight, self.scale_dtype)
-            scales = scales.unsqueeze(1)
+        match self.quant_type:
+            case "int4":
+                codes, scales = quantize_int4(weight, self.blocksize, self.scale_dtype)
+            case "mxfp4":
+                codes, scales = quantize_mxfp4(weight)
+            case "nvfp4":
+                assert global_scale is not None
+                codes, scales = quantize_nvfp4(weight, global_scale)
+            case "fp8":
+                codes, scales = quantize_fp8(weight, self.scale_dtype)
+                scales = scales.unsqueeze(1)
+            case "nf4" | "fp4" | "int8":
+                raise AssertionError("bitsandbytes' own")
+            case _:
+                assert_never(self.quant_type)
         return self.pack(codes), self.pack_scales(scales)
 
     def pack_scales(self, scales: Tensor) -> Tensor:
         """Scales of compressed-tensors as `parts` has them.
 
         Args:
-            scales: `scale_dtype` [rows, in_features / blocksize] for int4 and mxfp4, [rows, 1] for fp8.
+            scales: `scale_dtype` [rows, in_features / blocksize] for formats of 4 bits, [rows, 1] for fp8.
         """
         return _pack(scales, torch.float32) if self.is_4bit else scales[:, 0].float()
 
@@ -275,7 +312,16 @@ class Format:
             origin = first_row, first_column
             nested = parts.get("nested_scales")
             stored = scales if self.is_bitsandbytes else scales.view(self.scale_dtype)
-            triton_dequantize.dequantize(codes, stored, nested, books, self.blocksize, out, origin=origin)
+            triton_dequantize.dequantize(
+                codes,
+                stored,
+                nested,
+                books,
+                self.blocksize,
+                out,
+                origin=origin,
+                global_scales=parts.get("global_scales"),
+            )
             return
         code_bytes, size = codes.view(torch.uint8), self.blocksize
         scales = self.dequantize_scales(parts, code_bytes.shape[0], 2 * code_bytes.shape[1])
@@ -322,7 +368,8 @@ class Format:
         """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""
         num_blocks = in_features // self.blocksize
         if not self.is_bitsandbytes:
-            return parts["scales"].view(self.scale_dtype)[:, :num_blocks].float()
+            scales = parts["scales"].view(self.scale_dtype)[:, :num_blocks].float()
+            return scales / parts["global_scales"].unsqueeze(1) if self.has_global_scale else scales
         if not self.double_quant:
             return parts["scales"]
         nested = parts["nested_scales"]
@@ -354,7 +401,7 @@ def code_book(quant_type: str, device: torch.device) -> Tensor:
     match quant_type:
         case "int4":
             values = torch.tensor(INT4_BOOK)
-        case "mxfp4":
+        case "mxfp4" | "nvfp4":
             values = torch.tensor(FP4_BOOK)
         case _:
             values = bnb.get_4bit_type(quant_type, device="cpu")

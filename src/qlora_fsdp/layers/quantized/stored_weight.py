@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class StoredWeight(nn.Module):
-    """A module with a frozen weight, stored as `codes`, `scales` and, with double quantization, `nested_scales`.
+    """A module with a frozen weight, stored as `codes` and `scales`.
+
+    With double quantization it also has `nested_scales`, and in nvfp4 `global_scales`.
 
     `Format` describes their contents. FSDP2 splits dim 0 of each over ranks.
 
@@ -38,6 +40,7 @@ class StoredWeight(nn.Module):
     codes: nn.Parameter
     scales: nn.Parameter
     nested_scales: nn.Parameter
+    global_scales: nn.Parameter
 
     def _make_parts(
         self, out_features: int, in_features: int, format: Format, dtype: torch.dtype, device: torch.device | str
