@@ -246,7 +246,8 @@ def _run_command(
     os.environ |= environment
     os.chdir(folder)
     torch.set_num_threads(1)
-    command_line()
+    with composing_quickly():
+        command_line()
 
 
 def _run_main(folder: Path, argv: list[str], preexec: Callable[[], None] | None) -> NoReturn:

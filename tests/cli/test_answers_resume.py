@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launch import Launch
+from tests.cli.launch import ForkedLaunch
 from tests.helpers.distillation import write_taught
 from tests.helpers.lines import read_lines
 
@@ -65,17 +65,17 @@ def figures(folder: Path) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_killed_run_ends_with_the_same_adapter_to_the_bit(tmp_path: Path, task: str) -> None:
-    straight = Launch(tmp_path / "a", "accelerate", *command(tmp_path / "straight", task))
+    straight = ForkedLaunch(tmp_path / "a", 2, *command(tmp_path / "straight", task))
     stopped = tmp_path / "stopped"
     arguments = command(stopped, task)
     (stopped / "waits").touch()
-    first = Launch(tmp_path / "b", "accelerate", *arguments)
+    first = ForkedLaunch(tmp_path / "b", 2, *arguments)
     first.wait_for(lambda: (stopped / "reached").exists(), "the step in which it is killed")
     first.kill()
     lines_before = len(figures(first.run_folder))
     assert 0 < lines_before <= STOPS_AT
     (stopped / "waits").unlink()
-    second = Launch(tmp_path / "b", "accelerate", *arguments)
+    second = ForkedLaunch(tmp_path / "b", 2, *arguments)
     assert second.finish() == 0, second.output
     assert "Going on from step" in second.output
     assert straight.finish() == 0, straight.output

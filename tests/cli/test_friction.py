@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from tests.cli.launch import SCRIPT, child_environment, run_forked
+from tests.cli.launch import SCRIPT, ForkedLaunch, child_environment, run_forked
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.lines import read_lines, write_lines
 
@@ -39,10 +39,10 @@ def test_8_bit_state_and_losses_are_the_same_on_two_ranks_and_peft_finds_the_bas
     typed += ["optim=adamw_8bit", "lora.r=64", "training.global_batch_size=2", "training.learning_rate=1e-3"]
     typed += [f"data.cache_folder={folder}", "training.micro_batch_size=1"]
     losses = []
-    for number in ("1", "2"):
-        code, printed = run_forked(folder, "train", *typed, f"launch.num_processes={number}", f"run.name={number}")
-        assert code == 0, printed
-        lines = read_lines(folder / "outputs" / number / "metrics.jsonl")
+    for num_ranks in (1, 2):
+        run = ForkedLaunch(folder, num_ranks, *typed, f"run.folder=outputs/{num_ranks}")
+        assert run.finish() == 0, run.output
+        lines = read_lines(folder / "outputs" / str(num_ranks) / "metrics.jsonl")
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], abs=1e-5)
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "outputs" / "2" / "adapter")

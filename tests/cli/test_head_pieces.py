@@ -1,4 +1,4 @@
-"""The loss of an int8 head in pieces of the vocabulary, through the real command."""
+"""The loss of an int8 head in pieces of the vocabulary, as the commands of plans and runs have it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from tests.cli.launch import run_forked
+from tests.cli.launch import ForkedLaunch, run_forked
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.lines import read_lines, write_lines
 
@@ -29,16 +29,14 @@ def test_losses_are_those_of_the_whole_head(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(base)
     rows = [{"prompt": f"{n}: ", "completion": "the cat sat on the mat and the dog on the log"} for n in range(24)]
     write_lines(tmp_path / "rows.jsonl", rows)
-    typed = [f"model.path={base}", "data=rows.jsonl", "training.max_length=128", "training.max_steps=4"]
+    typed = [f"model.path={base}", f"data={tmp_path / 'rows.jsonl'}", "training.max_length=128", "training.max_steps=4"]
     typed += ["quant.embeddings=int8", "training.global_batch_size=2", f"data.cache_folder={tmp_path}"]
-    typed += ["launch.num_processes=2"]
     found = []
     for value in ("true", "false"):
-        own = [f"memory.head_in_pieces={value}", f"run.name={value}"]
-        code, printed = run_forked(tmp_path, "train", *typed, *own)
-        assert code == 0, printed
-        assert ("the head's loss in pieces of the vocabulary" in printed) == (value == "true")
-        lines = read_lines(tmp_path / "outputs" / value / "metrics.jsonl")
+        run = ForkedLaunch(tmp_path / value, 2, *typed, f"memory.head_in_pieces={value}")
+        assert run.finish() == 0, run.output
+        assert ("the head's loss in pieces of the vocabulary" in run.output) == (value == "true")
+        lines = read_lines(run.run_folder / "metrics.jsonl")
         found.append([(line["loss"], line["grad_norm"]) for line in lines if "loss" in line])
     assert len(found[0]) == 4
     for pieces, whole in zip(*found, strict=True):

@@ -26,7 +26,6 @@ from tests.cli.launch import run_forked
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 SEVENTY_B = ["model=llama3-70b", "hardware=2x24gib", "training.max_length=2048"]
 
 

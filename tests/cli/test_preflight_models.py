@@ -21,7 +21,6 @@ from qlora_fsdp.config.model_config import read_config_json
 from qlora_fsdp.config.schema import ModelConfig
 from qlora_fsdp.model.find import make_config
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 TINY = {
     "model_type": "llama",
     "vocab_size": 320,

@@ -25,7 +25,6 @@ from tests.helpers.classification import LABELS, make_encoder, write_labelled_ro
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "first-adapter.ipynb"
 QUESTION = "What does `textwrap.dedent(text)` do?\n"

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_no_byte_differs_from_bitsandbytes(blocks: Path, num_ranks: int):
-    for rank, cases in enumerate(run_ranks(num_ranks, count_wrong_bytes_everywhere, blocks)):
+    """Of the number of ranks only the rows of each depend: one number tries every format with and without offload."""
+    with_turns = num_ranks != 3
+    for rank, cases in enumerate(run_ranks(num_ranks, count_wrong_bytes_everywhere, blocks, with_turns)):
         for case, counts in cases.items():
             assert {name: n for name, n in counts.items() if n} == {}, f"rank {rank}, {case}"
             assert sum(name.endswith(".codes") for name in counts) >= 10

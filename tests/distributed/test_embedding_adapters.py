@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock, stock_losses
 from tests.helpers.runs import settings, train_all
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 ADAPTED = ["lora.target_modules=[q_proj,down_proj,embed_tokens]", "optim.embedding_learning_rate=2e-3"]
 STEPS = ["training.max_steps=4", "training.global_batch_size=6", "training.micro_batch_size=1"]
 CASES = {

@@ -20,7 +20,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import stock_loss
 from tests.helpers.runs import printed_by, settings, write_rows
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
 # As PEFT's users write it. PEFT takes `gate_proj` and the like of Qwen3-MoE for experts, whose rank it then doubles.
 STOCK: dict[str, dict[str, Any]] = {

@@ -34,7 +34,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
 NEW = f"tokenizer.add_tokens={json.dumps(['cat', *(f'<{number}>' for number in range(7))])}"
 ONE_FILE = "qwen2 in one file"

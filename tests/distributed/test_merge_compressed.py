@@ -25,7 +25,7 @@ from qlora_fsdp.layers.quantized.compressed import FP4_BOOK
 from tests.helpers.checkpoints import SHAPE, make_checkpoint
 from tests.helpers.full_disk import fill_after_two_files
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
 FORMATS = {
     "int4": ["quantize=int4"],

@@ -34,7 +34,7 @@ from tests.helpers.preferences import BOS, EOS, write_pairs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import printed_by, settings, train_all
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 TEXTS = ["rain fell over the old town", "birds", "a", "town birds rain on a cat that sat", "old rain"]
 DEMO = Path(__file__).parents[2] / "demo" / "base"
 # Case: family, what its checkpoint has besides the backbone, outputs, settings of the task.

@@ -15,7 +15,7 @@ from tests.helpers.lines import write_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import printed_by
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 EXPERTS = {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
 PROMPTS = ["the cat sat", "rain"]

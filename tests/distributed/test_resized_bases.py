@@ -27,7 +27,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import global_batches, load_stock, train_stock
 from tests.helpers.runs import settings, train_here
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 MARKS = [f"<t{number}>" for number in range(9)]  # the byte tokenizer has 259 tokens and the models 264 rows
 LONGER, SHORTER = VOCAB + 8, VOCAB - 2
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}

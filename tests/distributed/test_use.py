@@ -33,7 +33,7 @@ from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
 from tests.helpers.reference import load_stock, stock_loss
 from tests.helpers.runs import printed_by, settings, train_all
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick_composing")]
+pytestmark = pytest.mark.distributed
 PROMPTS = ["the cat sat", "rain", "old town and birds sang on"]
 TURNS = ["hi", "/system Be brief.", "the cat", "/reset", "the cat", "rain"]
 NUM_NEW = 12

@@ -114,13 +114,21 @@ def load_blocks(
     return model, units
 
 
-def count_wrong_bytes_everywhere(folder: Path) -> dict[str, dict[str, int]]:
-    """`count_wrong_bytes` of every format on this rank; checkpoints, dtypes and offload take turns."""
+def count_wrong_bytes_everywhere(folder: Path, with_turns: bool = False) -> dict[str, dict[str, int]]:
+    """`count_wrong_bytes` of every format on this rank; checkpoints and dtypes take turns.
+
+    Args:
+        folder: with the checkpoints.
+        with_turns: let offload take turns too, so that each format is tried either with it or without.
+    """
     Meeting.new_port()
     processes = start_processes(60)
     try:
         wrong = {}
         for index, (format, cpu_offload) in enumerate(itertools.product(FORMATS, (False, True))):
+            is_its_turn = cpu_offload == bool(index // 4 % 2)
+            if with_turns and not is_its_turn:
+                continue
             stored_dtype, num_files = CHECKPOINTS[index % len(CHECKPOINTS)]
             dtype = (torch.float32, torch.bfloat16)[index // 2 % 2]
             source = folder / f"{stored_dtype}-{num_files}"

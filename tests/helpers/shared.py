@@ -92,16 +92,11 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def composed(common_folder: Path) -> None:
-    """Hydra composes each choice of files once for all workers, and for the ranks that they start."""
+def composed(common_folder: Path) -> Iterator[None]:
+    """Hydra composes each choice of this project's files once for all workers, and for what they fork."""
     folder = common_folder / "composed"
     folder.mkdir(exist_ok=True)
     os.environ[COMPOSED] = str(folder)
-
-
-@pytest.fixture(scope="module")
-def quick_composing(composed: None) -> Iterator[None]:
-    """The commands of a module's tests compose the files of their settings once, which is half of what many do."""
     with composing_quickly():
         yield
 

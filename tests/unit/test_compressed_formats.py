@@ -17,7 +17,6 @@ from qlora_fsdp.layers.quantized import format as format_module
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.model.swap_layers import choose_format, quant_settings
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 QUANTS = {
     "int4": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4),
     "int4 in groups of 128": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4, group_size=128),

@@ -371,14 +371,16 @@ def test_hydra_main_composes_the_same_and_writes_nothing(tmp_path: Path) -> None
     )
     command = [sys.executable, "-c", program, "model=tiny"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout == to_yaml(load_config(["model=tiny"]))
+    with quick_config.composing_anew():
+        assert result.stdout == to_yaml(load_config(["model=tiny"]))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_schema_can_be_registered_twice() -> None:
     register_schema()
     register_schema()
-    assert load_config(["fsdp=no_shard"]).fsdp.sharding_strategy is ShardingStrategy.NO_SHARD
+    with quick_config.composing_anew():
+        assert load_config(["fsdp=no_shard"]).fsdp.sharding_strategy is ShardingStrategy.NO_SHARD
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,11 @@ def test_schema_can_be_registered_twice() -> None:
 )
 def test_the_quick_way_of_other_tests_gives_the_same(more: list[str]) -> None:
     argv = [*DRY_RUN, *more]
-    assert quick_config.load_config(argv) == quick_config.load_config(argv) == load_config(argv)
+    mistaken = [*argv, "lora.rr=8", "optim=adm"]
+    with quick_config.composing_anew():
+        composed = load_config(argv)
+        refused = refusal(*mistaken)
+    assert quick_config.load_config(argv) == quick_config.load_config(argv) == composed
     with pytest.raises(ConfigError) as caught:
-        quick_config.load_config([*argv, "lora.rr=8", "optim=adm"])
-    assert str(caught.value) == refusal(*argv, "lora.rr=8", "optim=adm")
+        quick_config.load_config(mistaken)
+    assert str(caught.value) == refused

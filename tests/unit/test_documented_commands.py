@@ -27,7 +27,6 @@ from qlora_fsdp.config.convert.__main__ import convert_file
 from qlora_fsdp.config.reading.commands import CommandSettings, load_command, saved_settings
 from qlora_fsdp.config.reading.compose import load_config
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -24,7 +24,6 @@ from qlora_fsdp.data.chats.markers import check_end_token, check_markers, instru
 from qlora_fsdp.data.notes import check_date, check_prompt, check_system_prompt, check_turns_as_text
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello!"}]},
     {"prompt": "2+2=", "completion": "4"},

@@ -378,7 +378,6 @@ def test_a_tree_of_messages_is_no_text():
     assert said(*read_row(TREE[2], DataFormat.text, {})) == ["Four."]
 
 
-@pytest.mark.usefixtures("quick_composing")
 def test_the_script_of_the_documents_joins_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The remedy of the message, followed: each path is a conversation, and each answer is trained on once."""
     with pytest.raises(BadRow) as refused:
@@ -463,7 +462,6 @@ def words_of(said: Any) -> list[str]:
     return [said] if isinstance(said, str) else []
 
 
-@pytest.mark.usefixtures("quick_composing")
 @pytest.mark.parametrize("name", READ)
 def test_preview_shows_what_is_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     row, expected = READ[name]
@@ -476,7 +474,6 @@ def test_preview_shows_what_is_read(name: str, tmp_path: Path, capsys: pytest.Ca
     assert all(text.strip() in out for turn in expected for text in words_of(turn[1:]) if "{" not in text)
 
 
-@pytest.mark.usefixtures("quick_composing")
 @pytest.mark.parametrize("name", ADVISED)
 def test_preview_names_the_setting_with_which_it_shows_the_row(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -489,7 +486,6 @@ def test_preview_names_the_setting_with_which_it_shows_the_row(
     assert all(text in out for turn in expected for text in words_of(turn[1] if isinstance(turn, tuple) else turn))
 
 
-@pytest.mark.usefixtures("quick_composing")
 @pytest.mark.parametrize("name", [*COMPARED, *ADVISED_PAIRS])
 def test_preview_shows_answers_to_compare(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     row = COMPARED[name][0] if name in COMPARED else ADVISED_PAIRS[name]
@@ -502,7 +498,6 @@ def test_preview_shows_answers_to_compare(name: str, tmp_path: Path, capsys: pyt
     assert "Four" in chosen.rpartition("[[")[2] and "Four." not in rejected.rpartition("---")[0].rpartition("[[")[2]
 
 
-@pytest.mark.usefixtures("quick_composing")
 @pytest.mark.parametrize("name", JUDGED)
 def test_two_texts_that_are_judged_together(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = ["task=sequence_classification", "task.labels=[yes,no]"]

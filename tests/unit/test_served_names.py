@@ -26,7 +26,6 @@ from qlora_fsdp import generate, merge
 from qlora_fsdp.config.world import World
 from qlora_fsdp.training.run import run
 
-pytestmark = pytest.mark.usefixtures("quick_composing")
 INPUT_IDS = torch.arange(40).view(2, 20) * 7 % 256
 SEEN = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
 QWEN_TOWER = {**SEEN, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 4}
