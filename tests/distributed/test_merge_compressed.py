@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qlora_fsdp import merge
+from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.inference import merge_formats, merge_weights
 from qlora_fsdp.inference.rounding import draw_uniform
 from qlora_fsdp.layers.quantized.compressed import FP4_BOOK
 from tests.helpers.checkpoints import SHAPE, make_checkpoint
+from tests.helpers.compressed import through_package
 from tests.helpers.full_disk import fill_after_two_files
 
 pytestmark = pytest.mark.distributed
@@ -273,6 +275,32 @@ def test_a_base_on_the_grid_keeps_what_an_adapter_adds(
         total += float(change.square().sum())
     print(products / total)
     assert 0.7 < products / total < 1.3
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("more", [[], ["quantize=nvfp4"]], ids=["16 bits", "nvfp4"])
+def test_a_base_that_was_trained_in_nvfp4_is_merged_into_what_was_trained_on(bases, tmp_path: Path, capsys, more):
+    quant = QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.nvfp4)
+    weights = {key: value for key, value in tensors_of(bases["llama"]).items() if is_coded(key)}
+    trained_on = {key: through_package(weight.bfloat16(), quant) for key, weight in weights.items()}
+    twin = shutil.copytree(bases["llama"], tmp_path / "twin")
+    for file in twin.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({key: trained_on.get(key, value) for key, value in tensors.items()}, file, {"format": "pt"})
+    adapter = make_adapter(twin, tmp_path / "adapter", "llama", scale=2e-3)
+    trained = ["base=dequantized", "quant=nvfp4", "training.precision=bfloat16"]
+    run_merge(bases["llama"], adapter, tmp_path / "out", *trained, *more)
+    found = tensors_of(tmp_path / "out")
+    expected = merged_by_peft(twin, adapter)
+    products = total = 0.0
+    for key, before in trained_on.items():
+        change = (expected[key] - before.float()).double()
+        after = values_stored(found, key, "nvfp4") if more else found[key].float()
+        products += float(((after - before.float()) * change).sum())
+        total += float(change.square().sum())
+    assert 0.7 < products / total < 1.3
+    if more:
+        assert "lie on the grid of nvfp4" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("package")

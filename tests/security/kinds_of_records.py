@@ -260,7 +260,7 @@ def _go_on_with_scores(folder: Path) -> None:
 REPORTED = ("summary.json", "metrics.jsonl", "environment.json", "generations.jsonl", "sweep.json", "config.yaml")
 CONVERTED = {"axolotl": "qlora-alpaca.yml", "llama_factory": "lora-sft.yaml", "trl": "sft-qlora.yaml"}
 CONVERTED |= {"accelerate": "fsdp-qlora.yaml"}
-COMPRESSED = ("int4", "mxfp4")
+COMPRESSED = ("int4", "mxfp4", "nvfp4")
 
 
 def _make_compressed(folder: Path, name: str) -> None:
