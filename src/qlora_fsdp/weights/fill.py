@@ -33,6 +33,7 @@ from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.layers.quantized_layer import QuantizedLayer
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 from qlora_fsdp.weights.composed import Assignment, StoredRows, as_composed
+from qlora_fsdp.weights.observe import NO_OBSERVERS, Observe, Observers
 from qlora_fsdp.weights.row_reader import FiniteCheck, RowRequest, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor, dequantize_rows, scale_values
@@ -54,6 +55,7 @@ def fill_shards(
     std: float,
     seed: int,
     on_progress: Progress = _ignore_progress,
+    observers: Observers = NO_OBSERVERS,
 ) -> None:
     """Fill every assignment's shard: from the model files, or randomly if the files have no tensor for it.
 
@@ -66,12 +68,13 @@ def fill_shards(
         std: standard deviation of random matrices.
         seed: seed of random matrices.
         on_progress: called with the bytes read or drawn.
+        observers: told of weights that are quantized, by the layers that get them.
 
     Raises:
         CheckpointError: as `fill_from_files` does.
     """
-    _fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress)
-    fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress)
+    _fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress, observers)
+    fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress, observers)
 
 
 def fill_from_files(
@@ -79,6 +82,7 @@ def fill_from_files(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Progress = _ignore_progress,
+    observers: Observers = NO_OBSERVERS,
 ) -> None:
     """Fill every assignment's shard from the model files.
 
@@ -88,6 +92,7 @@ def fill_from_files(
         dtype: the model's dtype, to which full-precision weights are cast before they are quantized, as
             `from_pretrained(dtype=...)` does.
         on_progress: called with the bytes read.
+        observers: told of weights that are quantized, by the layers that get them.
 
     Raises:
         CheckpointError: a file can't be read, or this rank's rows have NaN or infinite values.
@@ -100,7 +105,7 @@ def fill_from_files(
         elif assignment.keeps_codes:
             requests.extend(_kept_requests(assignment, finite))
         else:
-            requests.extend(_requests(assignment, device, dtype, finite))
+            requests.extend(_requests(assignment, device, dtype, finite, observers))
     run_requests(requests, device, on_progress)
     finite.finish()
 
@@ -112,6 +117,7 @@ def _fill_randomly(
     std: float,
     seed: int,
     on_progress: Progress,
+    observers: Observers,
 ) -> None:
     """Fill matrices with normally distributed numbers, the vectors of norms with ones, and biases with zeros."""
     for assignment in assignments:
@@ -123,7 +129,7 @@ def _fill_randomly(
         # A quantized layer's parameter holds packed codes, so the width is that of the weight itself.
         width = assignment.layer.in_features if assignment.is_quantized else assignment.parameter.shape[-1]
         first, last = _local_rows_of(assignment.parameter, width, assignment.num_elements)
-        sink = _make_sink(assignment, device, dtype, dtype, width)
+        sink = _make_sink(assignment, device, dtype, dtype, width, observers)
         for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
             sink.put(rows, start - first)
         sink.finish()
@@ -157,7 +163,7 @@ def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple
 
 
 def _requests(
-    assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck
+    assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck, observers: Observers
 ) -> list[RowRequest]:
     """Requests for this rank's rows of a weight that bitsandbytes has not quantized.
 
@@ -175,7 +181,7 @@ def _requests(
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
     row_elements = stored.shape[-1] if stored.is_transposed else stored.row_elements
     first, last = _local_rows_of(param, row_elements, assignment.num_elements)
-    sink = _make_sink(assignment, device, arriving, dtype, row_elements)
+    sink = _make_sink(assignment, device, arriving, dtype, row_elements, observers)
     height = 1
     pieces: Sequence[StoredRows] = stored.pieces
     if stored.is_transposed:
@@ -245,11 +251,20 @@ def _find_spans(pieces: Sequence[StoredRows], first: int, last: int) -> list[Spa
 
 
 def _make_sink(
-    assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype, row_elements: int
+    assignment: Assignment,
+    device: torch.device,
+    source_dtype: torch.dtype,
+    dtype: torch.dtype,
+    row_elements: int,
+    observers: Observers,
 ) -> Sink:
     """The sink that writes a weight to this rank's shard. Its rows of `row_elements` arrive in `source_dtype`."""
     if assignment.is_quantized:
-        return Quantize(assignment.layer, device, source_dtype, dtype)
+        sink = Quantize(assignment.layer, device, source_dtype, dtype)
+        observer = observers.get(assignment.layer)
+        if observer is None:
+            return sink
+        return Observe(sink, observer, row_elements, device, source_dtype)
     return Copy(local_tensor(assignment.parameter).view(-1, row_elements), source_dtype)
 
 
