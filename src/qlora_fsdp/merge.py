@@ -53,7 +53,7 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   adapter=DIR         the adapter's folder, which also knows its base model
   out=DIR             a new folder, or one in which the same merge was cut off, which is finished
   base=full           onto the base's own weights (default). base=dequantized: onto the quantized ones that the adapter
-                      was trained on
+                      was trained on, as adapters need that started with lora.init_lora_weights=loftq
   quantize=nf4        write the linear layers quantized: nf4 or fp4, as transformers and bitsandbytes load them; int4,
                       fp8, nvfp4 or mxfp4, as vLLM and transformers do with the package compressed-tensors. Heads and
                       embeddings stay as they are. Where the base lies on the grid of the format, as with

@@ -19,7 +19,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, HubError, Problem, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
-from qlora_fsdp.common.text import show_bytes
+from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.reading.commands import saved_settings
 from qlora_fsdp.config.reading.compose import to_yaml
@@ -254,6 +254,9 @@ def _load_and_prove(prepared: Prepared, processes: Processes, is_new: bool) -> d
             before_proof=lambda: prepared.peaks.enter("proof"),
             observers=NO_OBSERVERS if errors is None else errors.observers(),
         )
+    if errors is not None:
+        kind = prepared.assembled.meta.kind
+        log.info(f"LoftQ: {plural(len(errors.layers), 'adapter')} started from what {kind} rounds away")
     teacher = prepared.teacher
     if teacher is not None:
         assert isinstance(prepared.model, DistillLM)

@@ -7,7 +7,7 @@ alone may be another one, because it is of the training and not of the adapter. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,16 @@ from qlora_fsdp.config.adapter.foreign_settings import (
     read_foreign_settings,
 )
 from qlora_fsdp.config.bounded_yaml import read_yaml
-from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Owner, QuantConfig, TaskConfig, Weights
+from qlora_fsdp.config.schema import (
+    CompressedFormat,
+    Config,
+    LoraConfig,
+    ModelConfig,
+    Owner,
+    QuantConfig,
+    TaskConfig,
+    Weights,
+)
 from qlora_fsdp.config.settings import Sections, keys_of, problem_about, problem_with, show
 
 SETTING = "lora.start"
@@ -163,7 +172,7 @@ def find_contradictions(
     named = show(SETTING, lora.start)
     yield from _compare_lora(lora, start)
     yield from order_problems(task, start.labels, named)
-    yield from correction_problems(named, start.corrected_format, quant)
+    yield from correction_problems(named, start.corrected_format, start.quant, quant)
     name = model.path or model.name
     if lora.other_base:
         return
@@ -212,15 +221,26 @@ def order_problems(task: TaskConfig, labels: Any, adapter: str) -> Iterator[Prob
         yield problem_with(task, "task.labels", reason, "Write them in that order.")
 
 
-def correction_problems(adapter: str, corrected_format: str | None, quant: QuantConfig) -> Iterator[Problem]:
+def correction_problems(
+    adapter: str, corrected_format: str | None, saved: Mapping[str, Any], quant: QuantConfig
+) -> Iterator[Problem]:
     """Yields the problem of an adapter that corrects the rounding of another format than the base has.
+
+    With or without double quantization, which moves scales by a fraction of a step, it is the same format.
 
     Args:
         adapter: what the user calls the adapter.
         corrected_format: the format whose rounding it corrects; None for an adapter that corrects none.
+        saved: the settings of its base's quantization, by name.
         quant: how the base is quantized here.
     """
-    if corrected_format is None or quant.base_format == corrected_format:
+    if corrected_format is None:
+        return
+    own_size = saved.get("group_size", quant.group_size)
+    if corrected_format == quant.base_format == CompressedFormat.int4.value and own_size != quant.group_size:
+        reason = f"is not that of the base of {adapter}, whose rounding that adapter corrects."
+        yield problem_with(quant, "quant.group_size", reason, f"Set quant.group_size={own_size}.")
+    if corrected_format == quant.base_format:
         return
     reason = f"is not how the base of {adapter} was quantized: that adapter corrects the rounding of {corrected_format}"
     reason += " (lora.init_lora_weights=loftq), and would be wrong on any other base."

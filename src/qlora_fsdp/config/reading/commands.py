@@ -128,7 +128,8 @@ def load_command(
         raise ConfigError([_with_file(problem, file, saved) for problem in error.problems]) from None
     refuse(list(order_problems(config.task, saved.get("task", {}).get("labels"), show("adapter", settings.adapter))))
     corrected = read_corrected_format(settings.adapter)
-    refuse(list(correction_problems(show("adapter", settings.adapter), corrected, config.quant)))
+    named = show("adapter", settings.adapter)
+    refuse(list(correction_problems(named, corrected, saved.get("quant", {}), config.quant)))
     wants_code = wants_code and not typed & {"model", foreign_settings.REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
         raise ConfigError([foreign_settings.remote_code_problem(file, config.model.path or config.model.name)])
