@@ -20,7 +20,7 @@ from qlora_fsdp.common.hub import path_exists
 from qlora_fsdp.common.sizes import GROUP_SIZES
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
-from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_trained_on
+from qlora_fsdp.config.reading.commands import BaseAndAdapterSettings, read_corrected_format, read_trained_on
 from qlora_fsdp.config.schema import (
     CompressedFormat,
     Config,
@@ -53,7 +53,7 @@ usage: qlora-fsdp merge adapter=DIR out=DIR [setting=value ...]
   adapter=DIR         the adapter's folder, which also knows its base model
   out=DIR             a new folder, or one in which the same merge was cut off, which is finished
   base=full           onto the base's own weights (default). base=dequantized: onto the quantized ones that the adapter
-                      was trained on
+                      was trained on, as adapters need that started with lora.init_lora_weights=loftq
   quantize=nf4        write the linear layers quantized: nf4 or fp4, as transformers and bitsandbytes load them; int4,
                       fp8, nvfp4 or mxfp4, as vLLM and transformers do with the package compressed-tensors. Heads and
                       embeddings stay as they are. Where the base lies on the grid of the format, as with
@@ -109,7 +109,8 @@ class MergeSettings(BaseAndAdapterSettings):
 
 def merge(settings: MergeSettings, config: Config, processes: Processes) -> None:
     """Check the settings, merge, and compare the merged model with the trained one."""
-    _check(settings, DataSpec.of(config), config.quant, config.model.weights, processes.num_ranks)
+    corrected = read_corrected_format(settings.adapter)
+    _check(settings, DataSpec.of(config), config.quant, config.model.weights, processes.num_ranks, corrected)
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
         from qlora_fsdp.inference.export_adapter import export_adapter
@@ -408,7 +409,14 @@ def _describe_end(
     return "\n".join(lines)
 
 
-def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights: Weights, num_ranks: int) -> None:
+def _check(
+    settings: MergeSettings,
+    data: DataSpec,
+    quant: QuantConfig,
+    weights: Weights,
+    num_ranks: int,
+    corrected_format: str | None,
+) -> None:
     from qlora_fsdp.inference.gguf_files import gguf_problems
 
     problems = []
@@ -448,6 +456,11 @@ def _check(settings: MergeSettings, data: DataSpec, quant: QuantConfig, weights:
         reason = "has pairs of answers, and the comparison takes one text from each row."
         fix = "Set data.columns={completion: chosen}, or {messages: chosen} where these are whole chats."
         problems.append(Problem(f"report_data={rows}", reason, fix))
+    if corrected_format is not None and (settings.base == "full" or settings.write == "adapter"):
+        what = "write=adapter" if settings.write == "adapter" else "base=full"
+        reason = f"is not for this adapter: it corrects what {corrected_format} rounds away from the base"
+        reason += " (lora.init_lora_weights=loftq), and the base's own weights have nothing to correct."
+        problems.append(Problem(what, reason, "Set base=dequantized, and leave write out."))
     if settings.base == "dequantized" and quant.base_format is None:
         problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
     if weights is Weights.random:

@@ -28,6 +28,10 @@ CASES = {
     "dora, offloaded": ["lora.use_dora=true", "fsdp.cpu_offload=true"],
     "trained head and embeddings": ["lora.modules_to_save=[lm_head,embed_tokens]"],
     "random base": ["model.weights=random"],
+    # From the error of the rounding: tests/unit/test_rounding_error.py says of which format it is what.
+    "loftq": ["lora.init_lora_weights=loftq"],
+    "loftq, offloaded": ["lora.init_lora_weights=LoftQ", "quant=int8", "lora.use_rslora=true", "fsdp.cpu_offload=true"],
+    "loftq, replicated": ["lora.init_lora_weights=loftq", "quant=mxfp4", "fsdp=no_shard", "model.weights=random"],
 }
 
 

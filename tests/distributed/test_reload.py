@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from qlora_fsdp import merge
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.model.tasks.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.quick_config import load_config
@@ -30,6 +32,7 @@ CASES = {
     "no model class of ours": ("bert", ["training.packing=false"]),
     "dora": ("llama", ["lora.use_dora=true"]),
     "rslora, ranks that differ": ("llama", ["lora.use_rslora=true", "lora.rank_pattern={q_proj:3}"]),
+    "loftq": ("llama", ["lora.init_lora_weights=loftq", "lora.use_rslora=true", "lora.rank_pattern={q_proj:3}"]),
     "lm_head trained": ("llama", ["lora.modules_to_save=[lm_head]"]),
     "embed_tokens trained": ("llama", ["lora.modules_to_save=[embed_tokens]"]),
     "tied embed_tokens trained": ("qwen2", ["lora.modules_to_save=[embed_tokens]"]),
@@ -71,6 +74,28 @@ def test_stock_peft_gives_the_same_logits(runs, name: str):
         stock = model(input_ids=INPUT_IDS).logits
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
     assert (stock - untrained).abs().max() > 1e-2  # the adapter does something
+
+
+def test_an_adapter_that_corrects_the_rounding_belongs_to_its_format(runs, tmp_path: Path, capsys):
+    config, _ = runs["loftq"]
+    adapter = Path(config.run.folder) / "adapter"
+    card = (adapter / "README.md").read_text()
+    (code,) = card.split("```python\n")[1:]
+    assert "quantization_config=quantization" in code
+    assert "merge adapter=path/to/this/folder base=dequantized out=" in card
+    corrects = "corrects what nf4 rounds away from the base"
+    for more, words in (
+        ([], ["base=full is not for this adapter", corrects, "Set base=dequantized"]),
+        (["write=adapter"], ["write=adapter is not for this adapter", corrects, "leave write out"]),
+        (["quant=int8"], ["quant=int8 is not how the base of adapter=", "Set quant=nf4."]),
+    ):
+        assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'no'}", *more]) == 2
+        said = capsys.readouterr().err
+        assert said.count("Error: ") == 1 and all(part in said for part in words), said
+    with pytest.raises(ConfigError, match=r"quant=none is not how the base of lora.start=.* Set quant=nf4."):
+        load_config([f"lora.start={adapter}", "quant=none", "data=random"])
+    assert load_config([f"lora.start={adapter}", "data=random"]).lora.use_rslora
+    assert merge.main([f"adapter={adapter}", f"out={tmp_path / 'merged'}", "base=dequantized", "report=false"]) == 0
 
 
 def test_the_folder_is_whole(runs, checkpoint: Callable[..., Path]):

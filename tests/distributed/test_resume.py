@@ -39,7 +39,7 @@ EXACT = {
     ],
     "padded, second epoch": ["training.packing=false", "data.max_rows=18"],
     "a rank without rows": ["lora.r=1"],
-    "offload": ["fsdp=offload"],
+    "offload, started from the rounding's error": ["fsdp=offload", "lora.init_lora_weights=loftq"],
     "no_shard": ["fsdp=no_shard"],
     "deterministic": ["training.deterministic=true", "training.global_batch_size=8"],
     "adamw_8bit": ["optim=adamw_8bit", "lora.r=64"],

@@ -144,6 +144,15 @@ def test_another_base_is_refused(adapter: Path) -> None:
     assert load(adapter, "model.path=org/Other").model.path == "org/Other"  # its weights will be compared
 
 
+def test_an_adapter_that_corrects_another_rounding_is_refused(adapter: Path) -> None:
+    quant = {"load_in_4bit": False, "compressed_tensors": "int4", "group_size": 128}
+    (adapter / "qlora_fsdp.yaml").write_text(yaml.safe_dump({"corrected_format": "int4", "quant": quant}))
+    assert load(adapter, "quant=int4", "quant.group_size=128").quant.base_format == "int4"
+    assert "quant=nf4 is not how the base of lora.start=" in refusal(adapter)
+    message = refusal(adapter, "quant=int4")
+    assert "quant.group_size=32 is not that of the base" in message and "Set quant.group_size=128." in message
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

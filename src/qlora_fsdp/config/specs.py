@@ -102,6 +102,13 @@ class TaskSpec:
         return self.compares_answers and is_paired
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with what it was at the start, at each step or beforehand."""
+        if self.name is TaskName.preference:
+            return self.preference.loss.needs_reference
+        return self.name is TaskName.grpo and self.grpo.beta > 0
+
+    @property
     def computes_reference(self) -> bool:
         """Whether each step computes the reference's log-probabilities of its answers."""
         settings = self.preference

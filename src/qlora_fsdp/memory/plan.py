@@ -47,6 +47,8 @@ PHASES = ("load", "forward", "backward", "step")
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
+# What the eigenvectors of a symmetric matrix of n x n take beside their source: n x n floats, in torch on an H200.
+EIGENVECTOR_MATRICES = 7
 CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
@@ -209,8 +211,9 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
         largest["backward"] = teacher.beside(largest["backward"])
     loaded = [model] if teacher is None else [model, teacher.model]
     held_to_quantize = max(each.held_to_quantize for each in loaded)
+    while_loading = LOAD_STAGING + held_to_quantize + _correction_bytes(work)
     phases = {
-        "load": model.resident(with_training=False) | taught_by | {"workspace": LOAD_STAGING + held_to_quantize},
+        "load": model.resident(with_training=False) | taught_by | {"workspace": while_loading},
         **answers,
         **largest,
         "step": resident | {"gradients": model.step_gradients, "dequantized": held, "workspace": WORKSPACE},
@@ -218,6 +221,20 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy], num_kep
     host, pinned = _host(work, model, uses)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
     return MemoryPlan(work, tuple(policies), phases, host, pinned, beside, num_kept is not None, num_kept or 0)
+
+
+def _correction_bytes(work: Workload) -> int:
+    """Most bytes that adapters' starts take which correct the rounding of a weight (model/adapters/rounding_error.py).
+
+    They are the weight's error, whole, and this rank's rows of it, of the weight and of what it is rounded to, all in
+    float32; and eigenvectors, of no more elements than the weight has. Counted for the largest of all weights.
+    """
+    lora = work.modules.lora
+    if not lora.corrects_rounding or lora.start is not None:
+        return 0
+    whole = 2 * max(kind.largest_weight for kind in work.parts.kinds)  # as many bytes in float32 as twice in bfloat16
+    own_rows = 4 * whole // work.num_shards
+    return 2 * whole + own_rows + EIGENVECTOR_MATRICES * whole
 
 
 def _passes(

@@ -25,6 +25,7 @@ from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters.apply import apply_adapters, check_no_experts_are_trained_whole, describe_idle_patterns
+from qlora_fsdp.model.adapters.rounding_error import check_can_correct
 from qlora_fsdp.model.adapters.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.adapters.write_adapter import describe_lost_keys
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
@@ -116,6 +117,8 @@ def assemble(spec: ModelSpec, device: torch.device) -> AssembledModel:
     rewired = Rewired(num_fp8=0, num_groups=0)
     if spec.trains:
         check_no_experts_are_trained_whole(model)
+        if modules.lora.corrects_rounding and modules.lora.start is None:
+            check_can_correct(model.model, meta.assignments)
         notes += [*describe_idle_patterns(model, modules.lora), *describe_lost_keys(model.model)]
         rewired = rewire(model, modules.compute, modules.kernels)
         notes += add_router_loss(model, modules.router_aux_loss_coef)

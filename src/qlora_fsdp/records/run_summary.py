@@ -12,7 +12,7 @@ from typing import Any
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import plural, show_duration
-from qlora_fsdp.config.reading.commands import read_trained_on
+from qlora_fsdp.config.reading.commands import read_corrected_format, read_trained_on
 from qlora_fsdp.config.recorded import hide
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.records.record_files import check_own, records_in
@@ -145,7 +145,8 @@ def commands_for(adapter: Path, is_causal: bool, is_random: bool, trusts_code: b
         commands = [f'qlora-fsdp generate {loaded} raw=true prompt="..."']
     if not is_random:
         merged = shlex.quote(str(adapter.with_name("merged")))
-        commands.append(f"qlora-fsdp merge {loaded} out={merged}")
+        onto = " base=dequantized" if read_corrected_format(str(adapter)) is not None else ""
+        commands.append(f"qlora-fsdp merge {loaded} out={merged}{onto}")
         commands.append(f"qlora-fsdp push {given} repo=ORG/NAME")
     return commands
 

@@ -23,6 +23,7 @@ from qlora_fsdp.sharding.peer_weights import make_peer_weights
 from qlora_fsdp.sharding.prove import Proof, prove_shards
 from qlora_fsdp.sharding.shard import place_model, shard_model
 from qlora_fsdp.weights.fill import fill_shards
+from qlora_fsdp.weights.observe import NO_OBSERVERS, Observers
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def materialize(
     *,
     shows_progress: bool = False,
     before_proof: Callable[[], None] = lambda: None,
+    observers: Observers = NO_OBSERVERS,
 ) -> LoadReport:
     """Shard the model, fill it from its files, and prove that FSDP gathers what was loaded. Collective.
 
@@ -65,6 +67,7 @@ def materialize(
             initial values or with those of a saved adapter.
         shows_progress: show a progress bar on rank 0 if there is a terminal.
         before_proof: called between loading and the proof, so that memory can be measured for each apart.
+        observers: told of weights that are quantized, by the layers that get them.
 
     Raises:
         ProofError: FSDP gathers other bytes than were loaded.
@@ -82,7 +85,7 @@ def materialize(
     total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // spec.num_shards
     is_shown = shows_progress and processes.is_main and sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not is_shown, leave=False) as bar:
-        fill_shards(meta.assignments, device, assembled.dtype, meta.std, seed, bar.update)
+        fill_shards(meta.assignments, device, assembled.dtype, meta.std, seed, bar.update, observers)
     fill_adapters(model.model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.hub import hub_name
+from qlora_fsdp.config.reading.commands import read_corrected_format
 from qlora_fsdp.config.schema import DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.specs import TaskSpec
 from qlora_fsdp.data.format import ALPACA
@@ -31,6 +32,7 @@ SHOWN = (  # settings, where they are not off
     "lora.modules_to_save",
     "lora.use_rslora",
     "lora.use_dora",
+    "lora.init_lora_weights",
     "training.learning_rate",
     "optim.lr_scheduler_type",
     "training.max_length",
@@ -79,6 +81,7 @@ def describe_adapter(
         needs_merge=serving.merge,
         use_rslora=lora.use_rslora,
         served_format=_served_format(prepared),
+        corrected_format=corrected_format(prepared),
         prompt=_describe_prompt(form, prepared.tokenizer),
         example=_example(folder),
         loss=_name_loss(spec.modules.task),
@@ -101,8 +104,19 @@ def _served_format(prepared: Prepared) -> str | None:
     return meta.format.quant_type
 
 
+def corrected_format(prepared: Prepared) -> str | None:
+    """The format of the base whose rounding the adapter corrects since its start, or since that of `lora.start`."""
+    if prepared.start is not None:
+        return read_corrected_format(str(prepared.start.folder))
+    modules = prepared.spec.modules
+    return modules.quant.base_format if modules.lora.corrects_rounding else None
+
+
 def serving_of(prepared: Prepared) -> Serving:
     """How a server applies the adapter of a run."""
+    corrected = corrected_format(prepared)
+    if corrected is not None:
+        return Serving(merge=f"it corrects what {corrected} rounds away from its base, so that it belongs to no other")
     model = prepared.model
     return find_serving(model.base, prepared.assembled.meta.assignments, peft_settings(model.model))
 

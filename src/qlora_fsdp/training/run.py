@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,12 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.lora import LoraLayer
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, HubError, Problem, refuse
 from qlora_fsdp.common.sizes import SLAB_BYTES
-from qlora_fsdp.common.text import show_bytes
+from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.adapter.lora_start import SETTING
 from qlora_fsdp.config.checks.check_settings import check_world
 from qlora_fsdp.config.reading.commands import saved_settings
@@ -33,6 +34,7 @@ from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.layers.kernels.launch import starting_triton
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
+from qlora_fsdp.model.adapters.rounding_error import RoundingErrors
 from qlora_fsdp.model.settle import ModelSpec
 from qlora_fsdp.model.tasks.distill_lm import DistillLM
 from qlora_fsdp.records.journal import note_missing_key
@@ -59,13 +61,14 @@ from qlora_fsdp.training.checkpoints.resume import (
     is_own,
     settings_of,
 )
-from qlora_fsdp.training.describe_adapter import serving_of
+from qlora_fsdp.training.describe_adapter import corrected_format, serving_of
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.start_adapter import open_start
 from qlora_fsdp.training.teacher import load_teacher
 from qlora_fsdp.training.train_adapter import AdapterSettings, train_adapter
+from qlora_fsdp.weights.observe import NO_OBSERVERS
 
 # Libraries read these when they start: cuBLAS with its first handle, NCCL with its first communicator.
 VARIABLES: Mapping[str, str] = {
@@ -147,7 +150,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
         # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config.memory.snapshot, processes, folder, summary):
-            loaded = _load_and_prove(prepared, processes)
+            loaded = _load_and_prove(prepared, processes, is_new=checkpoint is None and start is None)
             mix = {part.path: part.often for part in prepared.data.report.mix}
             summary.loaded(loaded | ({"mix": mix} if mix else {}), setup_seconds=time.perf_counter() - started)
             prepared = add_reference(prepared, processes)
@@ -219,13 +222,30 @@ def _explained_shortage(
             summary.measured(None if plan is None else as_json(plan), measured)
 
 
-def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
-    """Shard the model, fill and prove every shard, and return figures for summary.json."""
+def _load_and_prove(prepared: Prepared, processes: Processes, is_new: bool) -> dict[str, Any]:
+    """Shard the model, fill and prove every shard, and return figures for summary.json.
+
+    Args:
+        prepared: the run.
+        processes: all ranks take part.
+        is_new: whether the adapters keep the values that they start from: neither those of a checkpoint nor of another
+            adapter follow.
+    """
     spec = prepared.spec
     seed = spec.steps.seed
+    init = spec.modules.lora.init_lora_weights
+    errors: RoundingErrors | None = None
+    if spec.modules.lora.corrects_rounding:
+        init = True  # of layers that are not quantized, which have nothing to correct
+        if is_new:
+            errors = RoundingErrors(prepared.model.model, seed, processes)
 
     def fill_adapters(model: peft.PeftModel) -> None:
-        initialize_adapters(model, spec.modules.lora.init_lora_weights, seed, prepared.assembled.tokens)
+        filled: Collection[LoraLayer] = ()
+        if errors is not None:
+            errors.finish()
+            filled = errors.layers.values()
+        initialize_adapters(model, init, seed, prepared.assembled.tokens, filled)
         if prepared.start is not None:
             prepared.start.load(model)
 
@@ -238,7 +258,11 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
             fill_adapters,
             shows_progress=True,
             before_proof=lambda: prepared.peaks.enter("proof"),
+            observers=NO_OBSERVERS if errors is None else errors.observers(),
         )
+    if errors is not None:
+        kind = prepared.assembled.meta.kind
+        log.info(f"LoftQ: {plural(len(errors.layers), 'adapter')} started from what {kind} rounds away")
     teacher = prepared.teacher
     if teacher is not None:
         assert isinstance(prepared.model, DistillLM)
@@ -274,6 +298,7 @@ def _adapter_settings(prepared: Prepared, config: Config, folder: Path, processe
         prepared.base_layers,
         None if prepared.start is None else prepared.start.digest,
         kept,
+        corrected_format(prepared),
     )
     return AdapterSettings(text, form)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 from qlora_fsdp.weights.composed import Assignment, StoredRows, as_composed
+from qlora_fsdp.weights.observe import NO_OBSERVERS, Observe, Observers
 from qlora_fsdp.weights.row_reader import FiniteCheck, RowRequest, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor
@@ -57,6 +58,7 @@ def fill_shards(
     std: float,
     seed: int,
     on_progress: Progress = _ignore_progress,
+    observers: Observers = NO_OBSERVERS,
 ) -> None:
     """Fill every assignment's shard: from the model files, or randomly if the files have no tensor for it.
 
@@ -69,12 +71,13 @@ def fill_shards(
         std: standard deviation of random matrices.
         seed: seed of random matrices.
         on_progress: called with the bytes read or drawn.
+        observers: told of weights that are quantized, by the layers that get them.
 
     Raises:
         CheckpointError: as `fill_from_files` does.
     """
-    _fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress)
-    fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress)
+    _fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress, observers)
+    fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress, observers)
 
 
 def fill_from_files(
@@ -82,6 +85,7 @@ def fill_from_files(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Progress = _ignore_progress,
+    observers: Observers = NO_OBSERVERS,
 ) -> None:
     """Fill every assignment's shard from the model files.
 
@@ -91,6 +95,7 @@ def fill_from_files(
         dtype: the model's dtype, to which full-precision weights are cast before they are quantized, as
             `from_pretrained(dtype=...)` does.
         on_progress: called with the bytes read.
+        observers: told of weights that are quantized, by the layers that get them.
 
     Raises:
         CheckpointError: a file can't be read, or this rank's rows have NaN or infinite values.
@@ -103,7 +108,7 @@ def fill_from_files(
         elif assignment.keeps_codes:
             requests.extend(_kept_requests(assignment, finite))
         else:
-            requests.extend(_requests(assignment, device, dtype, finite))
+            requests.extend(_requests(assignment, device, dtype, finite, observers))
     run_requests(requests, device, on_progress)
     finite.finish()
 
@@ -115,6 +120,7 @@ def _fill_randomly(
     std: float,
     seed: int,
     on_progress: Progress,
+    observers: Observers,
 ) -> None:
     """Fill matrices with normally distributed numbers, the vectors of norms with ones, and biases with zeros."""
     for assignment in assignments:
@@ -126,7 +132,7 @@ def _fill_randomly(
         # A quantized layer's parameter holds packed codes, so the width is that of the weight itself.
         width = assignment.layer.in_features if assignment.is_quantized else assignment.parameter.shape[-1]
         first, last = _local_rows_of(assignment.parameter, width, assignment.num_elements)
-        sink = _make_sink(assignment, device, dtype, dtype, width)
+        sink = _make_sink(assignment, device, dtype, dtype, width, observers)
         for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
             sink.put(rows, start - first)
         sink.finish()
@@ -160,7 +166,7 @@ def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple
 
 
 def _requests(
-    assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck
+    assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck, observers: Observers
 ) -> list[RowRequest]:
     """Requests for this rank's rows of a weight that bitsandbytes has not quantized.
 
@@ -178,7 +184,7 @@ def _requests(
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
     row_elements = stored.shape[-1] if stored.is_transposed else stored.row_elements
     first, last = _local_rows_of(param, row_elements, assignment.num_elements)
-    sink = _make_sink(assignment, device, arriving, dtype, row_elements)
+    sink = _make_sink(assignment, device, arriving, dtype, row_elements, observers)
     height = 1
     pieces: Sequence[StoredRows] = stored.pieces
     if stored.is_transposed:
@@ -272,13 +278,21 @@ def _find_spans(pieces: Sequence[StoredRows], first: int, last: int) -> list[Spa
 
 
 def _make_sink(
-    assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype, row_elements: int
+    assignment: Assignment,
+    device: torch.device,
+    source_dtype: torch.dtype,
+    dtype: torch.dtype,
+    row_elements: int,
+    observers: Observers,
 ) -> Sink:
     """The sink that writes a weight to this rank's shard. Its rows of `row_elements` arrive in `source_dtype`."""
-    if assignment.is_quantized and assignment.layer.format.has_global_scale:
-        return QuantizeWhole(assignment.layer, device, source_dtype, dtype)
     if assignment.is_quantized:
-        return Quantize(assignment.layer, device, source_dtype, dtype)
+        kind = QuantizeWhole if assignment.layer.format.has_global_scale else Quantize
+        sink = kind(assignment.layer, device, source_dtype, dtype)
+        observer = observers.get(assignment.layer)
+        if observer is None:
+            return sink
+        return Observe(sink, observer, row_elements, device, source_dtype)
     return Copy(local_tensor(assignment.parameter).view(-1, row_elements), source_dtype)
 
 

@@ -33,13 +33,15 @@ from qlora_fsdp.config.settings import all_settings, show
 REMOTE_CODE = "model.trust_remote_code"
 
 # Notes beside the settings: the form of the rows, by which prompts are written; what tells the base from others; the
-# SHA-256 of the weights that a preference's training started from, which its loss compares with; and that of the rows
-# which the run has kept for the reports of merges.
+# SHA-256 of the weights that a preference's training started from, which its loss compares with; that of the rows which
+# the run has kept for the reports of merges; and the format whose rounding the adapter corrects, as that of the only
+# base that it belongs to (lora.init_lora_weights=loftq).
 TRAINED_ON = "trained_on"
 BASE_FINGERPRINT = "base_fingerprint"
 STARTED_FROM = "started_from"
 REPORT_ROWS = "report_rows"
-NOTES = (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM, REPORT_ROWS)
+CORRECTED_FORMAT = "corrected_format"
+NOTES = (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM, REPORT_ROWS, CORRECTED_FORMAT)
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}

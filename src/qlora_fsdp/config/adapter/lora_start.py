@@ -7,7 +7,7 @@ alone may be another one, because it is of the training and not of the adapter. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,20 @@ from qlora_fsdp.config.adapter.adapter_config import (
     read_lora,
     read_untrained,
 )
-from qlora_fsdp.config.adapter.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
+from qlora_fsdp.config.adapter.foreign_settings import (
+    BASE_FINGERPRINT,
+    CORRECTED_FORMAT,
+    read_base_model,
+    read_foreign_settings,
+)
 from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.schema import (
     CheckpointConfig,
+    CompressedFormat,
     LoraConfig,
     ModelConfig,
     Owner,
+    QuantConfig,
     RunConfig,
     TaskConfig,
     Weights,
@@ -50,6 +57,7 @@ class StartAdapter:
         fingerprint: fingerprint of the base's weights, if this project has trained the adapter; None if it is unknown.
         model: the settings of the base, for a run that names no model itself.
         quant: the settings of the base's quantization in training, by name; empty if they are unknown.
+        corrected_format: the format whose rounding it corrects; None for an adapter that corrects none.
         labels: the labels of its head, in the order of the outputs, unless there are none or they are unknown.
         rope_scaling: how positions were scaled; None: they were not. It is the adapter's, whatever the base is called.
         system_prompt: what conversations began with in training; None: nothing that the settings say.
@@ -62,6 +70,7 @@ class StartAdapter:
     fingerprint: str | None
     model: dict[str, Any]
     quant: dict[str, Any]
+    corrected_format: str | None
     labels: Any
     rope_scaling: dict[str, Any] | None
     system_prompt: str | None
@@ -109,11 +118,13 @@ def read_start(folder: Path) -> StartAdapter:
     base = read_base_model(folder, SETTING)
     saved = Sections()
     fingerprint = None
+    corrected_format = None
     file = folder / SETTINGS_FILE
     if file.is_file():
         saved, _ = read_foreign_settings(file)
-        note = read_yaml(file, allows_aliases=False).get(BASE_FINGERPRINT)
-        fingerprint = note if isinstance(note, str) else None
+        notes = read_yaml(file, allows_aliases=False)
+        fingerprint = _text_of(notes.get(BASE_FINGERPRINT))
+        corrected_format = _text_of(notes.get(CORRECTED_FORMAT))
     _check_tables_are_trained(folder)
     saved_model = saved.get("model", {})
     model = {name: value for name, value in saved_model.items() if f"model.{name}" in keys_of(Owner.base)}
@@ -126,11 +137,16 @@ def read_start(folder: Path) -> StartAdapter:
         fingerprint=fingerprint,
         model=model or {"path": base},
         quant=saved.get("quant", {}),
+        corrected_format=corrected_format,
         labels=saved.get("task", {}).get("labels"),
         rope_scaling=saved_model.get("rope_scaling") or None,
         system_prompt=saved.get("data", {}).get("system_prompt"),
         template_arguments=saved.get("data", {}).get("template_arguments") or {},
     )
+
+
+def _text_of(note: Any) -> str | None:
+    return note if isinstance(note, str) else None
 
 
 def _check_tables_are_trained(folder: Path) -> None:
@@ -151,12 +167,13 @@ def _check_tables_are_trained(folder: Path) -> None:
 
 
 def find_contradictions(
-    lora: LoraConfig, model: ModelConfig, task: TaskConfig, start: StartAdapter
+    lora: LoraConfig, model: ModelConfig, quant: QuantConfig, task: TaskConfig, start: StartAdapter
 ) -> Iterator[Problem]:
     """Yields the settings that somebody wrote and that the adapter does not have, and a base that is not its own."""
     named = show(SETTING, lora.start)
     yield from _compare_lora(lora, start)
     yield from order_problems(task, start.labels, named)
+    yield from correction_problems(named, start.corrected_format, start.quant, quant)
     name = model.path or model.name
     if lora.other_base:
         return
@@ -203,6 +220,32 @@ def order_problems(task: TaskConfig, labels: Any, adapter: str) -> Iterator[Prob
         reason = f"has the labels of {adapter} in another order, and the outputs of its head are in that of"
         reason += f" {show('task.labels', labels)}."
         yield problem_with(task, "task.labels", reason, "Write them in that order.")
+
+
+def correction_problems(
+    adapter: str, corrected_format: str | None, saved: Mapping[str, Any], quant: QuantConfig
+) -> Iterator[Problem]:
+    """Yields the problem of an adapter that corrects the rounding of another format than the base has.
+
+    With or without double quantization, which moves scales by a fraction of a step, it is the same format.
+
+    Args:
+        adapter: what the user calls the adapter.
+        corrected_format: the format whose rounding it corrects; None for an adapter that corrects none.
+        saved: the settings of its base's quantization, by name.
+        quant: how the base is quantized here.
+    """
+    if corrected_format is None:
+        return
+    own_size = saved.get("group_size", quant.group_size)
+    if corrected_format == quant.base_format == CompressedFormat.int4.value and own_size != quant.group_size:
+        reason = f"is not that of the base of {adapter}, whose rounding that adapter corrects."
+        yield problem_with(quant, "quant.group_size", reason, f"Set quant.group_size={own_size}.")
+    if corrected_format == quant.base_format:
+        return
+    reason = f"is not how the base of {adapter} was quantized: that adapter corrects the rounding of {corrected_format}"
+    reason += " (lora.init_lora_weights=loftq), and would be wrong on any other base."
+    yield Problem(f"quant={quant.base_format or 'none'}", reason, f"Set quant={corrected_format}.", "quant")
 
 
 def settle_targets(lora: LoraConfig, start: StartAdapter) -> None:

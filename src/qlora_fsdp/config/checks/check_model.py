@@ -27,6 +27,7 @@ from qlora_fsdp.config.schema import (
     Weights,
 )
 from qlora_fsdp.config.settings import example_of, problem_about, problem_with, show
+from qlora_fsdp.config.specs import TaskSpec
 
 NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
 # The types of scaled rotary embeddings, with the numbers that transformers takes for each besides those of all.
@@ -39,7 +40,7 @@ _ROPE_COMMON = ("factor", "rope_theta", "original_max_position_embeddings")
 # The lower and the higher of two of them, with their values where they are not set.
 _ROPE_ORDER = {"yarn": ("beta_slow", 1, "beta_fast", 32), "llama3": ("low_freq_factor", 1, "high_freq_factor", 4)}
 MAX_ROPE_FACTOR = 1024
-_INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true, those of PEFT's that leave the base weights alone
+_INIT_LORA_WEIGHTS = ("gaussian", "orthogonal", "loftq")  # besides true, those of PEFT's that leave the base alone
 
 
 def is_local_path(text: str) -> bool:
@@ -250,7 +251,7 @@ def _check_init(lora: LoraConfig, quant: QuantConfig) -> Iterator[Problem]:
     name = init.lower() if isinstance(init, str) else ""
     if init is not True and name not in _INIT_LORA_WEIGHTS:
         meant = difflib.get_close_matches(name, _INIT_LORA_WEIGHTS, n=1, cutoff=0.75)
-        fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
+        fix = "Set lora.init_lora_weights=true, gaussian, orthogonal or loftq."
         if not name:
             reason = "is not an initialisation that leaves the base model as it is."
         elif meant:
@@ -266,6 +267,27 @@ def _check_init(lora: LoraConfig, quant: QuantConfig) -> Iterator[Problem]:
     if name == "orthogonal" and odd:
         reason = f"needs even ranks, and one is {odd[0]}."
         fix = "Set even numbers in lora.r and lora.rank_pattern, or lora.init_lora_weights=true."
+        yield problem_with(lora, key, reason, fix)
+
+
+def check_rounding_start(lora: LoraConfig, quant: QuantConfig, model: ModelConfig, task: TaskSpec) -> Iterator[Problem]:
+    """Yields why adapters can't start from the error of quantization, as far as settings say it."""
+    if not lora.corrects_rounding or lora.start is not None:
+        return
+    key = "lora.init_lora_weights"
+    plain = f"Set {key}=true"
+    if quant.base_format is None:
+        reason = "starts from what quantization rounds away, and nothing is quantized."
+        yield problem_with(lora, key, reason, f"{plain}, or quant=nf4.")
+    if lora.use_dora:
+        reason = "is not for DoRA, whose magnitudes would be those of the corrected weights."
+        yield problem_with(lora, key, reason, f"{plain}, or lora.use_dora=false.")
+    if model.cache_quantized:
+        reason = "needs the full weights, and model.cache_quantized=true reads quantized ones."
+        yield problem_with(lora, key, reason, f"{plain}, or model.cache_quantized=false.")
+    if task.has_reference:
+        reason = "changes the model before the first step, and the reference is the base without it."
+        fix = f"{plain}, or lora.start to an adapter that has been trained so: it is the reference then."
         yield problem_with(lora, key, reason, fix)
 
 

@@ -92,6 +92,7 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     yield from check_model.check_quant(quant, training.precision)
     yield from check_model.check_embeddings(quant, lora, config.tokenizer)
     yield from check_model.check_lora(lora, quant)
+    yield from check_model.check_rounding_start(lora, quant, model, task)
     yield from check_data.check_source(data, config.task)
     yield from check_data.check_splits(data)
     yield from check_data.check_columns(data, config.task)

@@ -23,7 +23,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub import loadable_name
 from qlora_fsdp.config.adapter import foreign_settings
 from qlora_fsdp.config.adapter.adapter_config import SETTINGS_FILE, adapter_problems
-from qlora_fsdp.config.adapter.lora_start import order_problems
+from qlora_fsdp.config.adapter.lora_start import correction_problems, order_problems
 from qlora_fsdp.config.bounded_yaml import read_small_text
 from qlora_fsdp.config.checks.check_settings import TRAINING, Needs, check_settings
 from qlora_fsdp.config.reading.command_line import conf_folder
@@ -127,6 +127,9 @@ def load_command(
     except ConfigError as error:
         raise ConfigError([_with_file(problem, file, saved) for problem in error.problems]) from None
     refuse(list(order_problems(config.task, saved.get("task", {}).get("labels"), show("adapter", settings.adapter))))
+    corrected = read_corrected_format(settings.adapter)
+    named = show("adapter", settings.adapter)
+    refuse(list(correction_problems(named, corrected, saved.get("quant", {}), config.quant)))
     wants_code = wants_code and not typed & {"model", foreign_settings.REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
         raise ConfigError([foreign_settings.remote_code_problem(file, config.model.path or config.model.name)])
@@ -168,6 +171,7 @@ def saved_settings(
     base_fingerprint: str | None = None,
     started_from: str | None = None,
     report_rows: str | None = None,
+    corrected_format: str | None = None,
 ) -> str:
     """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to use it.
 
@@ -178,6 +182,7 @@ def saved_settings(
         base_fingerprint: fingerprint of the base's transformer layers; None for random weights.
         started_from: SHA-256 of the weights of `lora.start`; None for an adapter that began anew.
         report_rows: SHA-256 of the file of rows that the run has kept for the reports of merges; None without one.
+        corrected_format: the format of the base whose rounding the adapter corrects; None for one that corrects none.
     """
     shown = {key: value_of(config, key) for key in foreign_settings.described() if not is_hidden(config, key)}
     values: dict[str, Any] = sections_of(shown)
@@ -208,6 +213,8 @@ def saved_settings(
         values[foreign_settings.STARTED_FROM] = started_from
     if report_rows is not None:
         values[foreign_settings.REPORT_ROWS] = report_rows
+    if corrected_format is not None:
+        values[foreign_settings.CORRECTED_FORMAT] = corrected_format
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
@@ -230,6 +237,11 @@ def read_base_fingerprint(adapter: str | None) -> str | None:
 def read_report_digest(adapter: str | None) -> str | None:
     """Returns the SHA-256 of the rows that an adapter's run has kept for reports; None if its folder names none."""
     return _read_note(adapter, foreign_settings.REPORT_ROWS)
+
+
+def read_corrected_format(adapter: str | None) -> str | None:
+    """Returns the format of the base whose rounding an adapter corrects; None if its folder names none."""
+    return _read_note(adapter, foreign_settings.CORRECTED_FORMAT)
 
 
 def _read_note(adapter: str | None, name: str) -> str | None:

@@ -169,7 +169,7 @@ def read_arguments(
     config, mistakes = read_config(compose_all(start.defaults(config.model)))
     config.replaced = typed.replaced
     mistaken = {problem.setting for problem in mistakes}
-    contradictions = find_contradictions(config.lora, config.model, config.task, start)
+    contradictions = find_contradictions(config.lora, config.model, config.quant, config.task, start)
     problems = [problem for problem in contradictions if problem.setting not in mistaken]
     settle_targets(config.lora, start)
     return config, typed.problems, [*mistakes, *problems]

@@ -253,8 +253,10 @@ class LoraConfig:
     exclude_modules: list[str] | None = setting(None, Run.fixed, ALWAYS, files=Files.users, owner=Owner.adapter)
     # Modules that are trained in full and saved with the adapter, e.g. a classification head.
     modules_to_save: list[str] | None = setting(None, Run.fixed, ALWAYS, files=Files.users, owner=Owner.adapter)
-    # true (Kaiming A, zero B), gaussian, or orthogonal. Other initialisations of PEFT start from the full-precision
-    # weights, and are refused by name.
+    # true (Kaiming A, zero B), gaussian, or orthogonal. `loftq` (arXiv:2310.08659): B A is what is nearest to the error
+    # of quantization, as PEFT's replace_lora_weights_loftq computes it, so that the model starts nearer to the full
+    # one. Such an adapter belongs to a base that is quantized so (docs/use.md). Other initialisations of PEFT's would
+    # change the base, and are refused by name.
     init_lora_weights: Any = setting(True, Run.other, ALWAYS, files=Files.users, owner=Owner.adapter)
     # Rank-stabilized scaling (arXiv:2312.03732).
     use_rslora: bool = setting(False, Run.other, ALWAYS, files=Files.users, owner=Owner.adapter)
@@ -268,3 +270,8 @@ class LoraConfig:
     alpha_pattern: dict[str, float] = setting(
         {}, Run.other, ALWAYS, files=Files.users, owner=Owner.adapter, example="'{q_proj: 16}'"
     )
+
+    @property
+    def corrects_rounding(self) -> bool:
+        """Whether new adapters start from the error of the base's quantization."""
+        return str(self.init_lora_weights).lower() == "loftq"

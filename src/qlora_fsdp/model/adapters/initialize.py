@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Collection
 from typing import cast
 
 import peft
@@ -31,12 +32,23 @@ from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard
 
 @torch.no_grad()
 def initialize_adapters(
-    model: peft.PeftModel, init_lora_weights: bool | str, seed: int, tokens: AddedTokens = NO_TOKENS
+    model: peft.PeftModel,
+    init_lora_weights: bool | str,
+    seed: int,
+    tokens: AddedTokens = NO_TOKENS,
+    filled: Collection[LoraLayer] = (),
 ) -> None:
     """Fill the adapters' shards. The values depend on the seed, not on the number of ranks. Collective.
 
     The base must be loaded already: `modules_to_save` start from its weights, new tokens from the mean of its rows, and
     DoRA's magnitudes from the norms of its dequantized rows. All ranks give the same seed.
+
+    Args:
+        model: PEFT's model, sharded or not.
+        init_lora_weights: as PEFT has it: true, `gaussian` or `orthogonal`.
+        seed: of all that is drawn.
+        tokens: the tokens whose rows are trained.
+        filled: layers of PEFT's whose matrices have their values already (model/adapters/rounding_error.py).
 
     Raises:
         AdapterError: a row of a base weight under DoRA is all zero, so that its magnitude over its norm would be NaN.
@@ -58,7 +70,7 @@ def initialize_adapters(
             first, last = local_rows(table_b)
             local_tensor(table_b).copy_(values_b[first:last])
             local_tensor(table_a).zero_()
-        if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
+        if isinstance(module, LoraLayer) and ADAPTER in module.lora_A and module not in filled:
             lora_a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
             lora_b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
             generator = _generator(seed, name)
@@ -70,6 +82,19 @@ def initialize_adapters(
                 delta = (values_b @ values_a) * module.scaling[ADAPTER]
                 magnitude = cast(DoraLinearLayer, module.lora_magnitude_vector[ADAPTER]).weight
                 _fill_magnitude(name, magnitude, cast(nn.Linear, module.get_base_layer()), delta)
+
+
+def draw_plain_start(shape_a: torch.Size, seed: int, name: str) -> Tensor:
+    """A [r, in] in float32, as `initialize_adapters` fills it where `init_lora_weights` is true.
+
+    Args:
+        shape_a: its shape.
+        seed: as there.
+        name: the layer's name in PEFT's model.
+    """
+    rank = shape_a[0]
+    values_a, _ = _draw(True, shape_a, torch.Size((0, rank)), rank, _generator(seed, name))
+    return values_a
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -128,6 +128,7 @@ class CardFacts:
         needs_merge: why vLLM can't serve it beside its base in any form; None if it can.
         use_rslora: whether its scaling is rsLoRA's, which SGLang does not know.
         served_format: the format of the base in training, if servers read it (`merge quantize=...`); None for others.
+        corrected_format: the format of the base whose rounding the adapter corrects; None for one that corrects none.
         prompt: how a prompt is written for the adapter.
         example: a prompt and what the model wrote; None if it wrote nothing during training.
         loss: what the losses are means of.
@@ -151,6 +152,7 @@ class CardFacts:
     needs_merge: str | None = None
     use_rslora: bool = False
     served_format: str | None = None
+    corrected_format: str | None = None
     prompt: str = ""
     example: tuple[str, str] | None = None
     loss: str = "loss per token, in nats"
@@ -162,7 +164,8 @@ def make_card(facts: CardFacts, usage: str, quantized_usage: str = "", is_classi
     Args:
         facts: about the run.
         usage: Python code that loads the adapter onto its base.
-        quantized_usage: the same onto the quantized base, where that needs more than the usual; or empty.
+        quantized_usage: the same onto the quantized base, where that needs more than the usual or is the only base that
+            the adapter belongs to; or empty.
         is_classifier: whether the model gives labels instead of text, and so is not served.
     """
     base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else code(facts.base_name)
@@ -176,13 +179,21 @@ def make_card(facts: CardFacts, usage: str, quantized_usage: str = "", is_classi
         "## Settings",
         _table(("Setting", "Value"), facts.settings),
         "## Use",
-        fence(usage, "python"),
     ]
-    if quantized_usage:
-        parts += [
-            "Onto a quantized base, in which these layers must stay in full precision:",
-            fence(quantized_usage, "python"),
-        ]
+    if facts.corrected_format is not None:
+        parts.append(
+            f"The adapter began as what {facts.corrected_format} rounds away from the base's weights. So it belongs to "
+            "a base that is quantized so, and on the base's own weights it would be wrong."
+        )
+        if quantized_usage:
+            parts.append(fence(quantized_usage, "python"))
+    else:
+        parts.append(fence(usage, "python"))
+        if quantized_usage:
+            parts += [
+                "Onto a quantized base, in which these layers must stay in full precision:",
+                fence(quantized_usage, "python"),
+            ]
     if not is_classifier:
         parts += _serving(facts)
         if facts.prompt:
@@ -269,6 +280,8 @@ def _losses(facts: CardFacts) -> str:
 def _serving(facts: CardFacts) -> list[str]:
     """Commands of servers: beside the base where they take the adapter so, and merged into one GGUF file."""
     merge = "qlora-fsdp merge adapter=path/to/this/folder"
+    if facts.corrected_format is not None:
+        merge += " base=dequantized"
     converting = f"{merge} out=merged gguf=q8_0 llama_cpp=llama.cpp"
     using = GGUF_COMMANDS.format(folder="merged", file="model-Q8_0.gguf")
     of_format = []
@@ -340,16 +353,20 @@ def is_classifier(model: peft.PeftModel) -> bool:
     return str(model.peft_config[ADAPTER].task_type) in CLASSIFIERS
 
 
-def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) -> tuple[str, str]:
+def describe_usage(
+    model: peft.PeftModel, base: str, scales_rope: bool = False, needs_quantized: bool = False
+) -> tuple[str, str]:
     """The code that loads the adapter onto its base, and onto its quantized base.
 
     Args:
         model: PEFT's model.
         base: the hub name or the folder of the base model, as text that the code quotes.
         scales_rope: whether it was trained with other rotary embeddings than the base's files say.
+        needs_quantized: whether the second code is wanted although the usual BitsAndBytesConfig is enough.
 
     Returns:
-        Both codes. The second is empty if the base's usual BitsAndBytesConfig is enough.
+        Both codes. The second is empty if the base's usual BitsAndBytesConfig is enough, and where transformers knows
+        no other way to quantize the base so.
     """
     base_model = _base(model)
     classifier = CLASSIFIERS.get(str(model.peft_config[ADAPTER].task_type))
@@ -359,7 +376,7 @@ def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) 
     usage = (CLASSIFIER_USAGE if classifier else USAGE).format(
         base=json.dumps(base), resize=resize, auto_class=auto_class, rope=_rope(base_model) if scales_rope else ""
     )
-    return usage, _quantized_usage(model, usage, json.dumps(base))
+    return usage, _quantized_usage(model, usage, json.dumps(base), needs_quantized)
 
 
 def auto_class_of(config: PretrainedConfig) -> str:
@@ -374,7 +391,7 @@ def _rope(model: PreTrainedModel) -> str:
     return ROPE.format(rope=config.rope_parameters, positions=config.max_position_embeddings)
 
 
-def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
+def _quantized_usage(model: peft.PeftModel, usage: str, base: str, is_wanted: bool = False) -> str:
     base_model = _base(model)
     head = base_model.get_output_embeddings()  # which transformers does not quantize
     heads = {name for name, module in base_model.named_modules() if module is head}
@@ -386,7 +403,8 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     by_parameter = {name for name in formats if f".{name}.weight".endswith(tuple(parameters))} if parameters else set()
     plain = {name for name, own in formats.items() if own != format} | by_parameter
     experts = [module for module in base_model.modules() if isinstance(module, QuantizedExpertWeight)]
-    if format is None or (plain <= heads and not experts):
+    is_usual = plain <= heads and not experts
+    if format is None or (is_usual and not is_wanted):
         return ""
     if not format.is_bitsandbytes:  # transformers quantizes to no other format while it loads
         return ""

@@ -7,7 +7,7 @@ has them whole. FSDP goes on to gather the model's own, which nobody reads meanw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some
 from qlora_fsdp.config.adapter.adapter_config import ADAPTER_WEIGHTS, PREFIX, read_lora, read_shapes
+from qlora_fsdp.config.reading.commands import read_corrected_format
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.mlp import MAX_RANK
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters.read_adapter import SavedAdapter
 
@@ -61,6 +63,7 @@ class OtherAdapter:
             if isinstance(module, LoraLinear)
         }
         _check(saved, lora, set(layers), head)
+        _check_format(saved, layers.values())
         base: Any = model.get_base_model()
         _check_shapes(saved, layers, head, base.config.get_text_config().hidden_size)
         self.matrices: dict[LoraLinear, tuple[nn.Linear, nn.Linear, float]] = {}
@@ -133,6 +136,18 @@ def _check(saved: SavedAdapter, lora: LoraConfig, layers: set[str], head: str | 
         raise AdapterError(
             f"{saved} has weights that this run has no place for. Set lora.target_modules to the layers that it "
             f"adapts, or more; tables and heads that were trained as a whole can't be switched:\n{list_some(others)}"
+        )
+
+
+def _check_format(saved: SavedAdapter, layers: Iterable[LoraLinear]) -> None:
+    """Refuse an adapter that corrects the rounding of another format than the base has."""
+    corrected = read_corrected_format(str(saved.folder))
+    bases = [layer.base_layer for layer in layers]
+    formats = {base.format.quant_type for base in bases if isinstance(base, QuantizedLinear)}
+    if corrected is not None and formats != {corrected}:
+        raise AdapterError(
+            f"{saved} corrects the rounding of {corrected}, in which the base of this run is not. Set "
+            f"quant={corrected}, or {saved.setting} to another adapter."
         )
 
 

@@ -159,7 +159,9 @@ def write_adapter(
         tokenizer.save_pretrained(str(folder))
     if is_classifier(model):
         cast(PreTrainedModel, model.get_base_model()).config.save_pretrained(folder)  # labels' names, the head's size
-    usage, quantized_usage = describe_usage(model, card.base or LOCAL_BASE, card.scales_rope)
+    usage, quantized_usage = describe_usage(
+        model, card.base or LOCAL_BASE, card.scales_rope, card.corrected_format is not None
+    )
     text = make_card(card, usage, quantized_usage, is_classifier(model))
     (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
