@@ -79,12 +79,12 @@ def answer(rng: random.Random, with_thoughts: bool) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **switch}
 
 
-def make_conversation(seed: int, with_tools: bool) -> list[dict[str, Any]]:
-    """Up to 12 exchanges, with or without a system message, thoughts, and calls of tools."""
+def make_conversation(seed: int, with_tools: bool, at_most: int = 12) -> list[dict[str, Any]]:
+    """Some exchanges, with or without a system message, thoughts, and calls of tools."""
     rng = random.Random(seed)
     messages = [{"role": "system", "content": say(rng)}] if rng.random() < 0.5 else []
     with_thoughts = rng.random() < 0.3
-    for _ in range(rng.randint(1, 12)):
+    for _ in range(rng.randint(1, at_most)):
         if rng.random() < 0.98:
             messages.append({"role": "user", "content": say(rng)})
         while with_tools and rng.random() < 0.7:
@@ -168,13 +168,17 @@ def with_ids(messages: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("template", MODELS or ["qwen3"])
 def test_templates_of_models_give_the_turns_of_the_reference(template: str, monkeypatch: pytest.MonkeyPatch):
+    """A reference of n exchanges takes n renders, which themselves take some templates n times n steps: so n is small.
+
+    Longer conversations are tried with the templates above.
+    """
     source = model_template(template)
     monkeypatch.setattr(TOKENIZER, "chat_template", source)
     if has_generation_marks(source):
         pytest.skip("its marks decide")
     stop = "<|im_end|>" if "<|im_end|>" in source else "<eos>"
     for seed in range(8):
-        messages = make_conversation(seed, seed % 2 == 1)
+        messages = make_conversation(seed, seed % 2 == 1, at_most=4)
         messages = with_ids(messages, seed) if seed % 4 > 1 else messages
         compare(messages, TOOLS if seed % 2 else None, stop, template in OF_PARTS)
 

@@ -34,6 +34,7 @@ BASE = ["model=tiny", "data=random", "training.max_steps=3"]
 # Ends with a loss that is lowest at a learning rate of 0.02; a rank of 13 fails. PARALLEL: waits for so many to begin.
 STAND_IN = """
 import json, os, pathlib, sys, time
+sys.path.append(PROJECT)
 settings = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a)
 folder = pathlib.Path(settings["run.folder"])
 started = time.time()
@@ -44,11 +45,12 @@ times = [started, time.time(), os.environ.get("CUDA_VISIBLE_DEVICES")]
 with (folder.parent / "starts.jsonl").open("a") as file: file.write(json.dumps([folder.name, *times]) + chr(10))
 if settings.get("lora.r") == "13": print("Error: unlucky"); sys.exit(3)
 loss = abs(float(settings.get("training.learning_rate", 0)) - 0.02)
-from qlora_fsdp.config.reading.compose import load_config, to_yaml
+from tests.helpers.quick_config import load_config
+from qlora_fsdp.config.reading.compose import to_yaml
 (folder / "config.yaml").write_text(to_yaml(load_config(sys.argv[1:])))
 (folder / "adapter").mkdir(exist_ok=True)
 (folder / "summary.json").write_text(json.dumps({"status": "finished", "steps": 3, "final_loss": loss}))
-"""
+""".replace("PROJECT", repr(str(Path(__file__).parents[2])))
 
 
 @pytest.fixture(autouse=True)

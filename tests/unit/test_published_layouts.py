@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.cli.launch import run_forked
 from tests.helpers.lines import write_lines
 
 from qlora_fsdp import preview
@@ -523,13 +524,11 @@ def test_the_command_itself_shows_the_row(name: str, tmp_path: Path):
     row, expected = next(READ[key] for key in READ if key.startswith(name))
     write_lines(tmp_path / "rows.jsonl", [row])
     settings = [f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path}", "training.max_length=2000"]
-    command = [sys.executable, "-m", "qlora_fsdp", "preview", "model=tiny", "model.tokenizer_path=bytes", *settings]
-    done = subprocess.run(
-        [*command, "color=never", f"data.chat_template={KNOWS_CALLS}"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 row read, 1 used" in done.stdout
-    assert all(word in done.stdout for turn in expected for word in words_of(turn[1:]) if "{" not in word)
+    settings += ["model=tiny", "model.tokenizer_path=bytes", "color=never", f"data.chat_template={KNOWS_CALLS}"]
+    code, printed = run_forked(tmp_path, "preview", *settings)
+    assert code == 0, printed
+    assert "1 row read, 1 used" in printed
+    assert all(word in printed for turn in expected for word in words_of(turn[1:]) if "{" not in word)
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"text": "a"}])
