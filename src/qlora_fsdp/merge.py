@@ -258,7 +258,9 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
     if not isinstance(found, str):
         log.info(describe_report(found))
         for name, figures in found.written.items():
-            warning = advise(name, figures, settings.base, settings.quantize, config.quant.base_format)
+            corrects_rounding = read_corrected_format(settings.adapter) is not None
+            trained_format = config.quant.base_format
+            warning = advise(name, figures, settings.base, settings.quantize, trained_format, corrects_rounding)
             if warning is not None:
                 log.warning(f"Warning: {warning}")
     elif settings.report and found != FAILED:

@@ -53,15 +53,23 @@ def plain_attention(
 
 @pytest.mark.parametrize("lengths", PACKS)
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256, 512])
+@pytest.mark.parametrize(
+    ("head_dim", "num_key_heads"), [(16, 2), (64, 2), (72, 2), (128, 2), (256, 2), (512, 2), (512, 4)]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_equals_plain_attention(
-    monkeypatch: pytest.MonkeyPatch, kernel: Callable, lengths: list[int] | None, window: int | None, head_dim: int
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: Callable,
+    lengths: list[int] | None,
+    window: int | None,
+    head_dim: int,
+    num_key_heads: int,
 ):
     need(kernel, head_dim)
     monkeypatch.setattr(flash_4, "MIN_MEAN_ROW", 0)
     torch.manual_seed(0)
-    inputs = [torch.randn(2, heads, 96, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    num_heads = (4, num_key_heads, num_key_heads)
+    inputs = [torch.randn(2, heads, 96, head_dim, device="cuda", dtype=torch.bfloat16) for heads in num_heads]
     grad = torch.randn(2, 96, 4, head_dim, device="cuda", dtype=torch.bfloat16)
     starts = None
     if lengths is not None:

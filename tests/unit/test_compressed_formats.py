@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -16,6 +17,7 @@ from qlora_fsdp.config.schema import CompressedFormat, QuantConfig
 from qlora_fsdp.layers.quantized import format as format_module
 from qlora_fsdp.layers.quantized.format import Format
 from qlora_fsdp.model.swap_layers import choose_format, quant_settings
+from qlora_fsdp.weights.fill import _random_rows
 
 QUANTS = {
     "int4": QuantConfig(load_in_4bit=False, compressed_tensors=CompressedFormat.int4),
@@ -157,3 +159,11 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str):
     config = load_config(["model=tiny", "data=random", "training.max_steps=10", *typed])
     (problem,) = check_settings(config, Needs())
     assert said in str(problem)
+
+
+def test_a_rank_without_rows_is_given_none_of_a_random_weight():
+    """Not an empty piece either, of which nvfp4 could not tell the largest magnitude."""
+    rows_of = partial(_random_rows, width=32, std=1.0, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    assert not [*rows_of("weight", 20, 20)]
+    ((start, rows),) = rows_of("weight", 12, 20)
+    assert start == 12 and rows.shape == (8, 32)

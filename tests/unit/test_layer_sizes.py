@@ -17,6 +17,7 @@ from qlora_fsdp.config.specs import BatchSpec, ModuleSpec
 from qlora_fsdp.layers.attention import choose as attention
 from qlora_fsdp.layers.attention import wide
 from qlora_fsdp.layers.kernels import triton_softmax
+from qlora_fsdp.layers.kernels.launch import times
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.tracing.model_tracer import trace_config
 
@@ -68,17 +69,21 @@ def test_a_model_of_unlike_layers_has_a_plan_that_names_the_wide_ones():
 
 @pytest.mark.parametrize("lengths", [None, [12, 12], [5, 7, 1, 11]])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("uses_kernels", [False, True])
+@pytest.mark.parametrize(("uses_kernels", "num_key_heads"), [(False, 2), (True, 2), (True, 4)])
 def test_wide_heads_keep_packed_rows_apart(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None, window: int | None, uses_kernels: bool
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int] | None,
+    window: int | None,
+    uses_kernels: bool,
+    num_key_heads: int,
 ):
-    """Through the function that models call; grouped heads, and gradients. Triton interprets the kernels."""
+    """Through the function that models call; heads in groups or not, and gradients. Triton interprets the kernels."""
     monkeypatch.setattr(wide, "has_kernels", lambda tensor: uses_kernels)
     monkeypatch.setattr(triton_softmax, "_BLOCK", 8)
     monkeypatch.setattr(wide, "_MIN_CHUNK", 4)
     monkeypatch.setattr(wide, "_LOGIT_BYTES", 0)  # so that a row lies in several chunks
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 12, 264, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 12, 264, requires_grad=True) for heads in (4, num_key_heads, num_key_heads))
     row = torch.arange(2).repeat_interleave(12)
     rows: dict[str, Any] = {}
     if lengths is not None:
@@ -96,3 +101,11 @@ def test_wide_heads_keep_packed_rows_apart(
     expected = torch.autograd.grad((wanted.transpose(1, 2) * weight).sum(), (q, k, v))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_one_chunk_of_wide_heads_stands_for_all_where_a_run_is_planned():
+    """A plan of long rows would take minutes otherwise. 4 chunks of 1,024 queries meet 10 times 1,024 keys."""
+    found = []
+    for row, chunk in wide._chunks(torch.empty(2, 8, 4096, 512, device="meta")):
+        found.append((row, chunk, times()))
+    assert found == [(1, slice(3072, 4096), 5)], "2 sequences, each of 2.5 chunks with all of its 4,096 keys"

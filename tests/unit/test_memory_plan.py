@@ -22,7 +22,7 @@ from qlora_fsdp.layers.experts import grouped_products
 from qlora_fsdp.memory import search
 from qlora_fsdp.memory.choices import TILE_TOKENS, micro_batch_sizes, ways_to_share
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
-from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
+from qlora_fsdp.memory.plan import EIGENVECTOR_MATRICES, GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
 from qlora_fsdp.memory.policy import Policy, describe_policies, next_smaller
 from qlora_fsdp.memory.search import (
@@ -100,6 +100,19 @@ def test_rows_that_are_held_until_they_are_quantized_are_planned():
             for quant in ("mxfp4", "nvfp4")
         ]
         assert found[1] - found[0] == num_rows * 14336 * 2
+
+
+def test_what_the_start_from_rounding_errors_takes_is_planned():
+    """The error of the largest weight, whole, twice; eigenvectors; and four times a rank's rows: all in float32."""
+    whole = 4096 * 14336 * 4
+    for num_ranks in (1, 2):
+        found = [
+            uniform(workload("model=llama3-8b", f"lora.init_lora_weights={start}", num_ranks=num_ranks)).phases["load"][
+                "workspace"
+            ]
+            for start in ("true", "loftq")
+        ]
+        assert found[1] - found[0] == (2 + EIGENVECTOR_MATRICES) * whole + 4 * whole // num_ranks
 
 
 # GiB that tensors took in backward on H200s, layers fused (benchmarks/results).

@@ -54,6 +54,11 @@ def test_nothing_is_advised_that_is_set(base: str, format: str | None, trained_f
     assert advise("merged", ModelFigures(1.0, ENOUGH, 0.0, 0.0), base, format, trained_format) is None
 
 
+def test_what_corrects_rounding_is_not_sent_to_the_full_base():
+    said = advise("merged", POOR, "dequantized", "int4", "int4", corrects_rounding=True)
+    assert said is not None and "base=full" not in said and "Leave quantize out" in said
+
+
 class Tiny(nn.Module):
     """Predicts the next token by the last one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,24 @@ from typing import Any
 import pytest
 import torch
 from peft.utils.loftq_utils import _low_rank_decomposition
+from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import quantize_checkpoint
 from tests.helpers.one_process import one_process
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.config.schema import CompressedFormat, LoraConfig, ModelConfig, QuantConfig, QuantType4bit
+from qlora_fsdp.common.errors import AdapterError, CheckpointError
+from qlora_fsdp.config.schema import (
+    CompressedFormat,
+    EmbeddingStorage,
+    LoraConfig,
+    ModelConfig,
+    QuantConfig,
+    QuantType4bit,
+)
+from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.quantized.linear import QuantizedLinear
 from qlora_fsdp.model.adapters.apply import apply_adapters
 from qlora_fsdp.model.adapters.initialize import initialize_adapters
 from qlora_fsdp.model.adapters.rounding_error import RoundingErrors, check_can_correct, nearest_of_rank
@@ -111,6 +122,28 @@ def test_what_has_no_such_start_is_named(checkpoint: Callable[..., Path], family
     model, assignments = build(checkpoint(family), QuantConfig(), LoraConfig(target_modules=targets))
     with pytest.raises(AdapterError, match=f"lora.init_lora_weights=loftq is for linear layers, and {said}"):
         check_can_correct(model, assignments)
+
+
+def test_a_head_in_int8_is_not_corrected(checkpoint: Callable[..., Path]):
+    """It is in another format than the base, and by far the largest weight."""
+    quant = QuantConfig(embeddings=EmbeddingStorage.int8)
+    model, _ = build(checkpoint("llama"), quant, LoraConfig(target_modules=["q_proj", "lm_head"]))
+    head = model.get_base_model().get_output_embeddings()
+    assert isinstance(head, LoraLinear) and isinstance(head.base_layer, QuantizedLinear)
+    assert head not in RoundingErrors(model, 0, one_process()).layers.values()
+
+
+def test_a_weight_that_is_no_number_ends_the_run_by_its_name(checkpoint: Callable[..., Path], tmp_path: Path):
+    """It would end in the decomposition, on one rank, while the others wait."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "damaged")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name][3, 4] = torch.nan
+            save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=name):
+        load(folder, QuantConfig(), LoraConfig(init_lora_weights="loftq"))
 
 
 def test_a_base_of_codes_is_refused(checkpoint: Callable[..., Path], tmp_path: Path):

@@ -341,7 +341,14 @@ def describe_report(report: MergeReport) -> str:
     return "\n".join(lines)
 
 
-def advise(name: str, figures: ModelFigures, base: str, format: str | None, trained_format: str | None) -> str | None:
+def advise(
+    name: str,
+    figures: ModelFigures,
+    base: str,
+    format: str | None,
+    trained_format: str | None,
+    corrects_rounding: bool = False,
+) -> str | None:
     """A warning with what to do, where a merge keeps too little of the gain; None where it keeps enough.
 
     Args:
@@ -350,17 +357,19 @@ def advise(name: str, figures: ModelFigures, base: str, format: str | None, trai
         base: as the setting says, full or dequantized.
         format: in which safetensors have their weights; None for the precision of the base's files.
         trained_format: that the adapter was trained on; None for none.
+        corrects_rounding: whether the adapter corrects that format's rounding, so that it goes with base=dequantized
+            alone.
     """
     if figures.kept is None or figures.kept >= ENOUGH:
         return None
     if name.endswith(".gguf"):
         fix = _advise_gguf(name, base, trained_format)
     else:
-        fix = _advise_merged(base, format, trained_format)
+        fix = _advise_merged(base, format, trained_format, corrects_rounding)
     return f"{name} keeps {figures.kept:.1%} of what the adapter gains over its base. {fix}"
 
 
-def _advise_merged(base: str, format: str | None, trained_format: str | None) -> str:
+def _advise_merged(base: str, format: str | None, trained_format: str | None, corrects_rounding: bool) -> str:
     """What to set instead, of safetensors that keep too little; the arguments are those of `advise`."""
     if trained_format is None and format is None:
         return NO_ROOM
@@ -369,6 +378,8 @@ def _advise_merged(base: str, format: str | None, trained_format: str | None) ->
         return f"The precision of the base's files has what was trained: leave quantize out{finer}."
     if format == trained_format and base == "full":
         return f"Try base=dequantized quantize={format}, which merges into the very weights that were trained on."
+    if format == trained_format and corrects_rounding:
+        return "Leave quantize out: that gives what was trained, in the precision of the base's files."
     if format == trained_format:
         return "Try base=full, whose rounding comes out otherwise, or leave quantize out."
     changes = []

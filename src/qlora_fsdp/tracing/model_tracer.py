@@ -42,6 +42,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, ParameterSize
 from qlora_fsdp.model.adapters.apply import check_no_experts_are_trained_whole
 from qlora_fsdp.model.adapters.read_adapter import NO_ADAPTER
+from qlora_fsdp.model.adapters.rounding_error import check_can_correct
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss
 from qlora_fsdp.model.build import BuildSettings, build_model, kind_of
 from qlora_fsdp.model.count import count_bytes
@@ -205,6 +206,8 @@ class ModelTracer:
             computing.unreached,
         )
         check_no_experts_are_trained_whole(model)
+        if computing.is_trained and modules.lora.corrects_rounding and modules.lora.start is None:
+            check_can_correct(model.model, meta.assignments)
         add_router_loss(model, modules.router_aux_loss_coef)
         if computing.is_trained:
             rewire(model, modules.compute, modules.kernels)

@@ -24,7 +24,7 @@ from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.prepare import Prepared
 
-SHOWN = (  # settings, where they are not off
+SHOWN = (  # settings, where they are not off, and a start of the adapter that is not the plain one
     "lora.r",
     "lora.lora_alpha",
     "lora.lora_dropout",
@@ -182,7 +182,8 @@ def _settings(prepared: Prepared) -> tuple[tuple[str, str], ...]:
     found = [("base weights", prepared.assembled.meta.kind)]
     for key in SHOWN:
         value = prepared.spec.recorded[key]
-        if value not in (None, False, []):
+        is_plain_start = key == "lora.init_lora_weights" and value is True
+        if value not in (None, False, []) and not is_plain_start:
             shown = f"{value:g}" if isinstance(value, float) else getattr(value, "value", value)
             found.append((key, ", ".join(map(str, shown)) if isinstance(shown, list) else str(shown)))
     return (*found, ("sequences per step", str(prepared.split.global_batch_size)))

@@ -149,7 +149,8 @@ def _random_rows(
         start = block * RANDOM_ROWS
         begin = max(first, start)
         end = min(last, start + RANDOM_ROWS)
-        yield begin, rows[begin - start : end - start]
+        if begin < end:  # a rank may have no rows
+            yield begin, rows[begin - start : end - start]
 
 
 def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple[int, int]:

@@ -237,15 +237,15 @@ def correction_problems(
     """
     if corrected_format is None:
         return
+    if corrected_format != quant.base_format:
+        reason = f"is not how the base of {adapter} was quantized: that adapter corrects the rounding of "
+        reason += f"{corrected_format} (lora.init_lora_weights=loftq), and would be wrong on any other base."
+        yield Problem(f"quant={quant.base_format or 'none'}", reason, f"Set quant={corrected_format}.", "quant")
+        return
     own_size = saved.get("group_size", quant.group_size)
-    if corrected_format == quant.base_format == CompressedFormat.int4.value and own_size != quant.group_size:
+    if corrected_format == CompressedFormat.int4.value and own_size != quant.group_size:
         reason = f"is not that of the base of {adapter}, whose rounding that adapter corrects."
         yield problem_with(quant, "quant.group_size", reason, f"Set quant.group_size={own_size}.")
-    if corrected_format == quant.base_format:
-        return
-    reason = f"is not how the base of {adapter} was quantized: that adapter corrects the rounding of {corrected_format}"
-    reason += " (lora.init_lora_weights=loftq), and would be wrong on any other base."
-    yield Problem(f"quant={quant.base_format or 'none'}", reason, f"Set quant={corrected_format}.", "quant")
 
 
 def settle_targets(lora: LoraConfig, start: StartAdapter) -> None:

@@ -282,7 +282,8 @@ def check_rounding_start(lora: LoraConfig, quant: QuantConfig, model: ModelConfi
     if lora.use_dora:
         reason = "is not for DoRA, whose magnitudes would be those of the corrected weights."
         yield problem_with(lora, key, reason, f"{plain}, or lora.use_dora=false.")
-    if model.cache_quantized:
+    has_cache = model.cache_quantized and quant.compressed_tensors is CompressedFormat.none  # others are never cached
+    if has_cache:
         reason = "needs the full weights, and model.cache_quantized=true reads quantized ones."
         yield problem_with(lora, key, reason, f"{plain}, or model.cache_quantized=false.")
     if task.has_reference:

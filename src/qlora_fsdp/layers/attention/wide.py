@@ -16,6 +16,7 @@ multiple, and values have size V. A chunk has C queries. Everything is bf16, fp1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.layers.kernels import triton_softmax
-from qlora_fsdp.layers.kernels.launch import has_kernels, runs_kernels
+from qlora_fsdp.layers.kernels.launch import has_kernels, runs_kernels, standing_for
 
 _LOGIT_BYTES = 256 << 20  # of a chunk of queries, where rows are not so long that it would get too few
 _MIN_CHUNK = 64
@@ -83,6 +84,7 @@ class _Wide(torch.autograd.Function):
             values = v[row, :, : chunk.stop]
             queries = _by_key_head(q[row, :, chunk], keys)
             d_out = _by_key_head(grads[0][row, chunk].transpose(0, 1), keys)
+            # Each product is rounded to the dtype, as the weights are; their sum is not.
             delta = (grads[0][row, chunk] * out[row, chunk]).sum(-1, dtype=torch.float32).T
             weights, d_logits = _softmax_backward(
                 _product_32(queries, keys.mT),
@@ -115,11 +117,20 @@ def _first_keys(q_BHLD: Tensor, starts: Tensor | None, window: int | None) -> Te
 
 
 def _chunks(q_BHLD: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each sequence's number, with the queries of each of its chunks."""
+    """Each sequence's number, with the queries of each of its chunks.
+
+    On meta a single chunk stands for all: the last one, which takes the most memory. A chunk meets half of the keys on
+    average, so half as many chunks that meet them all compute as much.
+    """
     batch, num_heads, length, _ = q_BHLD.shape
     size = _MAX_CHUNK
     while size > _MIN_CHUNK and 4 * num_heads * size * length > _LOGIT_BYTES:
         size //= 2
+    if q_BHLD.is_meta:
+        num_chunks = math.ceil(length / size)
+        with standing_for(math.ceil(batch * (num_chunks + 1) / 2)):
+            yield batch - 1, slice(max(0, length - size), length)
+        return
     for row in range(batch):
         for start in range(0, length, size):
             yield row, slice(start, min(start + size, length))

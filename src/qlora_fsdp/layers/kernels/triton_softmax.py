@@ -138,7 +138,7 @@ def softmax_backward(
         first_keys: as given to `softmax`.
         first_query: as given to `softmax`.
         scale: as given to `softmax`.
-        log_sums: float32 [G, N], as `softmax` has returned them.
+        log_sums: float32 [G, N], as `softmax` has returned them; they and the deltas may lie in memory in any way.
         deltas: float32 [G, N], for each query the sum of weights times their gradients.
         dtype: that of both results.
 
@@ -152,8 +152,8 @@ def softmax_backward(
         logits,
         d_weights,
         first_keys,
-        log_sums,
-        deltas,
+        log_sums.contiguous(),
+        deltas.contiguous(),
         weights,
         d_logits,
         num_keys,

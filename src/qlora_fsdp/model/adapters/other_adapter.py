@@ -144,7 +144,7 @@ def _check_format(saved: SavedAdapter, layers: Iterable[LoraLinear]) -> None:
     corrected = read_corrected_format(str(saved.folder))
     bases = [layer.base_layer for layer in layers]
     formats = {base.format.quant_type for base in bases if isinstance(base, QuantizedLinear)}
-    if corrected is not None and formats != {corrected}:
+    if corrected is not None and corrected not in formats:  # a head in int8 may be adapted too
         raise AdapterError(
             f"{saved} corrects the rounding of {corrected}, in which the base of this run is not. Set "
             f"quant={corrected}, or {saved.setting} to another adapter."

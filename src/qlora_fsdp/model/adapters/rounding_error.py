@@ -22,6 +22,7 @@ import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import list_some
@@ -156,43 +157,47 @@ def nearest_of_rank(matrix: Tensor, plain_a: Tensor) -> tuple[Tensor, Tensor]:
     out_features, in_features = matrix.shape
     num_parts = min(len(plain_a), out_features, in_features)
     is_wide = in_features > out_features
-    product = matrix @ matrix.mT if is_wide else matrix.mT @ matrix
-    _, vectors = torch.linalg.eigh(product)  # by rising eigenvalues
+    tall = matrix.mT if is_wide else matrix
+    _, vectors = torch.linalg.eigh(tall.mT @ tall)  # by rising eigenvalues
     vectors = vectors[:, -num_parts:].flip(1)
-    if is_wide:
-        scaled = vectors.mT @ matrix
-        sizes = torch.linalg.vector_norm(scaled, dim=1)
-    else:
-        scaled = matrix @ vectors
-        sizes = torch.linalg.vector_norm(scaled, dim=0)
-    has_size = sizes > sizes.max() * torch.finfo(torch.float32).eps
+    scaled = tall @ vectors
+    sizes = torch.linalg.vector_norm(scaled, dim=0)
+    # Eigenvectors of a product of the matrix with itself are known to the root of what its own would be known to.
+    has_size = sizes > sizes.max() * torch.finfo(torch.float32).eps ** 0.5
     roots = sizes[has_size].sqrt()
-    num_found = len(roots)
+    of_long_side = scaled[:, has_size] / roots
+    of_short_side = vectors[:, has_size] * roots
     lora_a = plain_a.clone()
     lora_b = matrix.new_zeros(out_features, len(plain_a))
-    if is_wide:
-        lora_a[:num_found] = scaled[has_size] / roots[:, None]
-        lora_b[:, :num_found] = vectors[:, has_size] * roots
-    else:
-        lora_a[:num_found] = vectors[:, has_size].mT * roots[:, None]
-        lora_b[:, :num_found] = scaled[:, has_size] / roots
+    num_found = len(roots)
+    lora_a[:num_found] = of_long_side.mT if is_wide else of_short_side.mT
+    lora_b[:, :num_found] = of_short_side if is_wide else of_long_side
     return lora_a, lora_b
 
 
 def _adapted_layers(model: peft.PeftModel) -> dict[QuantizedLinear, LoraLinear]:
-    """The adapters of quantized linear layers, by their base layers."""
+    """The adapters of quantized linear layers, by their base layers.
+
+    A head in int8 (`quant.embeddings=int8`) is none of them. It is not in the base's format, and by far the largest
+    weight: its adapter starts as with `init_lora_weights=true`.
+    """
     found: dict[QuantizedLinear, LoraLinear] = {}
+    base = model.get_base_model()
+    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     for module in model.modules():
-        if isinstance(module, LoraLinear) and isinstance(module.base_layer, QuantizedLinear):
+        if module is not head and isinstance(module, LoraLinear) and isinstance(module.base_layer, QuantizedLinear):
             found[module.base_layer] = module
     return found
 
 
 def _error_of_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
-    """W - Q(W) of this rank's rows, float32 [n, in_features] on the device of `rows`. Collective."""
+    """W - Q(W) of this rank's rows, float32 [n, in_features] on the device of `rows`. Collective.
+
+    NaN and infinite values count as no error. They end the run once all files are read, by the names of their tensors.
+    """
     format, parts = own_parts(layer)
     error = rows.float()
     if len(rows):
         on_device = {name: part.to(rows.device) for name, part in parts.items()}
         error = error - format.dequantize(on_device, len(rows), layer.in_features, layer.compute_dtype).float()
-    return error
+    return error.nan_to_num(0.0, 0.0, 0.0)
