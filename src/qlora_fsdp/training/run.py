@@ -233,12 +233,9 @@ def _load_and_prove(prepared: Prepared, processes: Processes, is_new: bool) -> d
     """
     spec = prepared.spec
     seed = spec.steps.seed
-    init = spec.modules.lora.init_lora_weights
-    errors: RoundingErrors | None = None
-    if spec.modules.lora.corrects_rounding:
-        init = True  # of layers that are not quantized, which have nothing to correct
-        if is_new:
-            errors = RoundingErrors(prepared.model.model, seed, processes)
+    lora = spec.modules.lora
+    init = True if lora.corrects_rounding else lora.init_lora_weights  # layers without rounding have nothing to correct
+    errors = RoundingErrors(prepared.model.model, seed, processes) if lora.corrects_rounding and is_new else None
 
     def fill_adapters(model: peft.PeftModel) -> None:
         filled: Collection[LoraLayer] = ()

@@ -150,36 +150,54 @@ def _attach_compressed(tensors: Mapping[str, StoredTensor], quantization: Mappin
     found: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for key, stored in tensors.items():
-        is_packed = key.endswith("_packed")
-        name = key.removesuffix("_packed") if is_packed else key
         if key.endswith(UNUSED) or _belongs_to_weight(key, tensors):
             continue
-        scales = tensors.get(f"{name}_scale")
-        if scales is None and not is_packed and stored.dtype.itemsize > 1:
+        name = key.removesuffix("_packed")
+        is_packed = name != key
+        if not is_packed and f"{name}_scale" not in tensors and stored.dtype.itemsize > 1:
             found[key] = stored
             continue
-        global_scale = tensors.get(f"{name}_global_scale")
-        others = [reason for end, reason in MORE_PARTS.items() if f"{name}{end}" in tensors]
-        made = None
-        if scales is not None and not others:
-            if is_packed and FLOAT4 in kinds and stored.dtype == torch.uint8:
-                made = _fp4(name, stored, scales, global_scale)
-            elif global_scale is not None:
-                others = ["its scales have a scale, as those of nvfp4 alone have"]
-            elif is_packed and INT4 in kinds and stored.dtype == torch.int32:
-                made = _int4(name, stored, scales)
-            elif not is_packed:
-                made = _fp8(name, stored, scales, {})
-        if made is not None:
-            found[name] = made
-        elif others:
-            problems.append(f"{key}: {others[0]}")
-        elif scales is None:
-            problems.append(f"{key} has no {name}_scale")
+        made = _with_scales(key, name, tensors, kinds)
+        if isinstance(made, str):
+            problems.append(made)
         else:
-            problems.append(f"{scales.key} {_describe(scales)} does not fit {key} {_describe(stored)}")
+            found[name] = made
     _raise_if_any(COMPRESSED, problems)
     return found
+
+
+def _with_scales(
+    key: str, name: str, tensors: Mapping[str, StoredTensor], kinds: Sequence[tuple[Any, ...]]
+) -> ScaledTensor | str:
+    """A weight of compressed-tensors with its scales, or why it can't be read.
+
+    Args:
+        key: of its codes: the weight's name, with `_packed` behind it where several codes are in a number.
+        name: the weight's name.
+        tensors: all tensors of the files.
+        kinds: how the checkpoint's layers are quantized, as `_read_schemes` returns it.
+    """
+    for end, reason in MORE_PARTS.items():
+        if f"{name}{end}" in tensors:
+            return f"{key}: {reason}"
+    scales = tensors.get(f"{name}_scale")
+    if scales is None:
+        return f"{key} has no {name}_scale"
+    stored = tensors[key]
+    global_scale = tensors.get(f"{name}_global_scale")
+    is_packed = name != key
+    made = None
+    if is_packed and FLOAT4 in kinds and stored.dtype == torch.uint8:
+        made = _fp4(name, stored, scales, global_scale)
+    elif global_scale is not None:
+        return f"{key}: its scales have a scale, as those of nvfp4 alone have"
+    elif is_packed and INT4 in kinds and stored.dtype == torch.int32:
+        made = _int4(name, stored, scales)
+    elif not is_packed:
+        made = _fp8(name, stored, scales, {})
+    if made is None:
+        return f"{scales.key} {_describe(scales)} does not fit {key} {_describe(stored)}"
+    return made
 
 
 def _belongs_to_weight(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
