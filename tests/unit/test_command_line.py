@@ -116,7 +116,7 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
 
     assert complete("qlora-fsdp pre") == ["predict ", "preflight ", "prepare ", "preview "]
     assert complete("qlora-fsdp train model=tiny lora.r") == ["lora.r=", "lora.rank_pattern="]
-    assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none "]
+    assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none ", "quant=nvfp4 "]
     assert complete("qlora-fsdp generate ada") == ["adapter="]
     assert complete("qlora-fsdp push mod") == [] and complete("qlora-fsdp push ada") == ["adapter="]
     assert complete("qlora-fsdp merge wr") == ["write="] and complete("qlora-fsdp preflight hard") == ["hardware="]
