@@ -257,9 +257,9 @@ def _report(settings: MergeSettings, config: Config, merged: Merge, processes: P
         return
     if not isinstance(found, str):
         log.info(describe_report(found))
+        corrects_rounding = read_corrected_format(settings.adapter) is not None
+        trained_format = config.quant.base_format
         for name, figures in found.written.items():
-            corrects_rounding = read_corrected_format(settings.adapter) is not None
-            trained_format = config.quant.base_format
             warning = advise(name, figures, settings.base, settings.quantize, trained_format, corrects_rounding)
             if warning is not None:
                 log.warning(f"Warning: {warning}")

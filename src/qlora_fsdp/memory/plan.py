@@ -229,8 +229,7 @@ def _correction_bytes(work: Workload) -> int:
     They are the weight's error, whole, and this rank's rows of it, of the weight and of what it is rounded to, all in
     float32; and eigenvectors, of no more elements than the weight has. Counted for the largest of all weights.
     """
-    lora = work.modules.lora
-    if not lora.corrects_rounding or lora.start is not None:
+    if not work.modules.lora.corrects_rounding:
         return 0
     whole = 2 * max(kind.largest_weight for kind in work.parts.kinds)  # as many bytes in float32 as twice in bfloat16
     own_rows = 4 * whole // work.num_shards

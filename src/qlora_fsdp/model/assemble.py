@@ -117,7 +117,7 @@ def assemble(spec: ModelSpec, device: torch.device) -> AssembledModel:
     rewired = Rewired(num_fp8=0, num_groups=0)
     if spec.trains:
         check_no_experts_are_trained_whole(model)
-        if modules.lora.corrects_rounding and modules.lora.start is None:
+        if modules.lora.corrects_rounding:
             check_can_correct(model.model, meta.assignments)
         notes += [*describe_idle_patterns(model, modules.lora), *describe_lost_keys(model.model)]
         rewired = rewire(model, modules.compute, modules.kernels)

@@ -206,7 +206,7 @@ class ModelTracer:
             computing.unreached,
         )
         check_no_experts_are_trained_whole(model)
-        if computing.is_trained and modules.lora.corrects_rounding and modules.lora.start is None:
+        if computing.is_trained and modules.lora.corrects_rounding:
             check_can_correct(model.model, meta.assignments)
         add_router_loss(model, modules.router_aux_loss_coef)
         if computing.is_trained:

@@ -150,7 +150,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
         # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config.memory.snapshot, processes, folder, summary):
-            loaded = _load_and_prove(prepared, processes, is_new=checkpoint is None and start is None)
+            loaded = _load_and_prove(prepared, processes, is_new=checkpoint is None)
             mix = {part.path: part.often for part in prepared.data.report.mix}
             summary.loaded(loaded | ({"mix": mix} if mix else {}), setup_seconds=time.perf_counter() - started)
             prepared = add_reference(prepared, processes)
@@ -228,13 +228,11 @@ def _load_and_prove(prepared: Prepared, processes: Processes, is_new: bool) -> d
     Args:
         prepared: the run.
         processes: all ranks take part.
-        is_new: whether the adapters keep the values that they start from: neither those of a checkpoint nor of another
-            adapter follow.
+        is_new: whether the adapters keep the values that they start from: those of no checkpoint follow.
     """
     spec = prepared.spec
     seed = spec.steps.seed
     lora = spec.modules.lora
-    init = True if lora.corrects_rounding else lora.init_lora_weights  # layers without rounding have nothing to correct
     errors = RoundingErrors(prepared.model.model, seed, processes) if lora.corrects_rounding and is_new else None
 
     def fill_adapters(model: peft.PeftModel) -> None:
@@ -242,7 +240,7 @@ def _load_and_prove(prepared: Prepared, processes: Processes, is_new: bool) -> d
         if errors is not None:
             errors.finish()
             filled = errors.layers.values()
-        initialize_adapters(model, init, seed, prepared.assembled.tokens, filled)
+        initialize_adapters(model, lora.init_lora_weights, seed, prepared.assembled.tokens, filled)
         if prepared.start is not None:
             prepared.start.load(model)
 

@@ -160,7 +160,7 @@ def _format_of_tensor(stored: StoredTensor) -> Format | None:
     if not isinstance(stored, ScaledTensor):
         return None
     scale_dtype = stored.scales.dtype
-    if stored.book == FP4_BOOK and stored.global_scale is not None:
+    if stored.global_scale is not None:
         return Format("nvfp4", blocksize=NVFP4_GROUP, scale_dtype=scale_dtype)
     if stored.book == FP4_BOOK:
         return Format("mxfp4", blocksize=MXFP4_GROUP)

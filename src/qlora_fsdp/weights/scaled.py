@@ -271,16 +271,18 @@ def _fp4(
     name: str, packed: StoredTensor, scales: StoredTensor, global_scale: StoredTensor | None
 ) -> ScaledTensor | None:
     """An mxfp4 or nvfp4 tensor of compressed-tensors with its scales; None if they do not fit."""
-    if len(packed.shape) != 2 or len(scales.shape) != 2:
+    group_size = MXFP4_GROUP
+    scale_dtype = torch.uint8
+    if global_scale is not None:
+        group_size = NVFP4_GROUP
+        scale_dtype = torch.float8_e4m3fn
+        if global_scale.dtype != torch.float32 or math.prod(global_scale.shape) != 1:
+            return None
+    if len(packed.shape) != 2 or scales.dtype != scale_dtype:
         return None
-    is_nvfp4 = global_scale is not None
-    group_size = NVFP4_GROUP if is_nvfp4 else MXFP4_GROUP
-    scale_dtype = torch.float8_e4m3fn if is_nvfp4 else torch.uint8
     rows = packed.shape[0]
     columns = packed.shape[1] * 2
-    if scales.dtype != scale_dtype or scales.shape != (rows, columns // group_size) or columns % group_size:
-        return None
-    if global_scale is not None and (global_scale.dtype != torch.float32 or math.prod(global_scale.shape) != 1):
+    if columns % group_size or scales.shape != (rows, columns // group_size):
         return None
     found = _scaled(name, packed, (rows, columns), scales, (1, group_size), FP4_BOOK)
     return replace(found, global_scale=global_scale)

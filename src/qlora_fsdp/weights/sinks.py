@@ -298,7 +298,7 @@ class QuantizeWhole(Sink):
         self.largest = []
         if held is None:
             return
-        step = max(1, VALUES_A_TIME // layer.in_features)
+        step = max(1, VALUES_A_TIME // layer.in_features)  # so that the codes of all rows are not there twice
         for start in range(0, len(held), step):
             codes, scales = layer.format.quantize_rows(held[start : start + step], global_scale)
             _write(codes_of_rank[start : start + step], codes)

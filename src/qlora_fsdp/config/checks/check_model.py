@@ -272,7 +272,7 @@ def _check_init(lora: LoraConfig, quant: QuantConfig) -> Iterator[Problem]:
 
 def check_rounding_start(lora: LoraConfig, quant: QuantConfig, model: ModelConfig, task: TaskSpec) -> Iterator[Problem]:
     """Yields why adapters can't start from the error of quantization, as far as settings say it."""
-    if not lora.corrects_rounding or lora.start is not None:
+    if not lora.corrects_rounding:
         return
     key = "lora.init_lora_weights"
     plain = f"Set {key}=true"

@@ -68,15 +68,15 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    problems = list(_find_problems(config))
+    values = values_of(config)
+    problems = [*check_facets(values), *_find_problems(config)]
     if not needs.plans_only:
         problems += check_model.check_packages(config.model)
-    values = values_of(config)
     return [problem for problem in problems if needs.concern(values, problem)]
 
 
 def _find_problems(config: Config) -> Iterator[Problem]:
-    """All checks, with the groups of settings that each looks at."""
+    """What no setting says by itself: all checks, with the groups of settings that each looks at."""
     data = config.data
     lora = config.lora
     model = config.model
@@ -84,7 +84,6 @@ def _find_problems(config: Config) -> Iterator[Problem]:
     task = TaskSpec.of(config)
     tracking = config.tracking
     training = config.training
-    yield from check_facets(values_of(config))
     yield from check_model.check_model(model, is_dry_run=data.format is DataFormat.random)
     yield from check_model.check_rope_scaling(model)
     yield from check_model.check_tokens(config.tokenizer)

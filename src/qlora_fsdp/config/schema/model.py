@@ -273,5 +273,5 @@ class LoraConfig:
 
     @property
     def corrects_rounding(self) -> bool:
-        """Whether new adapters start from the error of the base's quantization."""
-        return str(self.init_lora_weights).lower() == "loftq"
+        """Whether adapters start from the error of the base's quantization: none do that start from a saved one."""
+        return self.start is None and str(self.init_lora_weights).lower() == "loftq"

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qlora_fsdp.layers.kernels import triton_softmax
 from qlora_fsdp.layers.kernels.launch import has_kernels, runs_kernels, standing_for
+from qlora_fsdp.layers.kernels.triton_softmax import QueryChunk
 
 _LOGIT_BYTES = 256 << 20  # of a chunk of queries, where rows are not so long that it would get too few
 _MIN_CHUNK = 64
@@ -63,7 +64,8 @@ class _Wide(torch.autograd.Function):
             keys = k[row, :, : chunk.stop]
             values = v[row, :, : chunk.stop]
             logits = _product_32(_by_key_head(q[row, :, chunk], keys), keys.mT)
-            weights, log_sum = _softmax(logits, first_keys[row, chunk], chunk.start, scale, q.dtype)
+            sees = QueryChunk(first_keys[row, chunk], chunk.start, scale)
+            weights, log_sum = _softmax(logits, sees, q.dtype)
             log_sums[row, :, chunk] = log_sum.view(num_heads, -1)
             summed = torch.bmm(weights, values)
             out[row, chunk] = _by_query_head(summed, num_heads).transpose(0, 1)
@@ -89,11 +91,9 @@ class _Wide(torch.autograd.Function):
             weights, d_logits = _softmax_backward(
                 _product_32(queries, keys.mT),
                 _product_32(d_out, values.mT),
-                ctx.first_keys[row, chunk],
-                chunk.start,
-                ctx.scale,
                 _by_key_head(log_sums[row, :, chunk], keys),
                 _by_key_head(delta, keys),
+                QueryChunk(ctx.first_keys[row, chunk], chunk.start, ctx.scale),
                 q.dtype,
             )
             d_q[row, :, chunk] = _by_query_head(torch.bmm(d_logits, keys), num_heads)
@@ -153,42 +153,31 @@ def _product_32(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32)
 
 
-def _softmax(
-    logits: Tensor, first_keys: Tensor, first_query: int, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _softmax(logits: Tensor, chunk: QueryChunk, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `triton_softmax.softmax`; where there is no Triton torch computes it."""
     if has_kernels(logits):
-        return triton_softmax.softmax(logits, first_keys, first_query, scale, dtype)
-    scaled = _seen(logits, first_keys, first_query) * scale
+        return triton_softmax.softmax(logits, chunk, dtype)
+    scaled = _seen(logits, chunk) * chunk.scale
     log_sums = scaled.logsumexp(-1)
     return (scaled - log_sums[..., None]).exp().to(dtype), log_sums
 
 
 def _softmax_backward(
-    logits: Tensor,
-    d_weights: Tensor,
-    first_keys: Tensor,
-    first_query: int,
-    scale: float,
-    log_sums: Tensor,
-    deltas: Tensor,
-    dtype: torch.dtype,
+    logits: Tensor, d_weights: Tensor, log_sums: Tensor, deltas: Tensor, chunk: QueryChunk, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See `triton_softmax.softmax_backward`; where there is no Triton torch computes it."""
     if has_kernels(logits):
-        return triton_softmax.softmax_backward(
-            logits, d_weights, first_keys, first_query, scale, log_sums, deltas, dtype
-        )
-    weights = (_seen(logits, first_keys, first_query) * scale - log_sums[..., None]).exp()
-    d_logits = weights * (d_weights - deltas[..., None]) * scale
+        return triton_softmax.softmax_backward(logits, d_weights, log_sums, deltas, chunk, dtype)
+    weights = (_seen(logits, chunk) * chunk.scale - log_sums[..., None]).exp()
+    d_logits = weights * (d_weights - deltas[..., None]) * chunk.scale
     return weights.to(dtype), d_logits.to(dtype)
 
 
-def _seen(logits_GNK: Tensor, first_keys: Tensor, first_query: int) -> Tensor:
+def _seen(logits_GNK: Tensor, chunk: QueryChunk) -> Tensor:
     """The logits with -inf for keys that a query does not see."""
-    num_queries = len(first_keys)
+    num_queries = len(chunk.first_keys)
     keys = torch.arange(logits_GNK.shape[-1], device=logits_GNK.device)
-    last = first_query + torch.arange(num_queries, device=logits_GNK.device)
-    is_seen = (keys >= first_keys[:, None]) & (keys <= last[:, None])
+    last_keys = chunk.first_query + torch.arange(num_queries, device=logits_GNK.device)
+    is_seen = (keys >= chunk.first_keys[:, None]) & (keys <= last_keys[:, None])
     copies = logits_GNK.shape[1] // num_queries
     return logits_GNK.masked_fill(~is_seen.repeat(copies, 1), float("-inf"))

@@ -8,6 +8,8 @@ and not read.
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -87,17 +89,27 @@ def _softmax_backward_kernel(
     tl.store(d_logits + place, d_logit.to(d_logits.dtype.element_ty), mask=is_key)
 
 
-def softmax(
-    logits: Tensor, first_keys: Tensor, first_query: int, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+class QueryChunk(NamedTuple):
+    """What a chunk of C consecutive queries sees.
+
+    Attributes:
+        first_keys: int32 [C], the first key that each query sees. The last one is its own.
+        first_query: which key is the first query's own. The others follow.
+        scale: factor of the logits.
+    """
+
+    first_keys: Tensor
+    first_query: int
+    scale: float
+
+
+def softmax(logits: Tensor, chunk: QueryChunk, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The weights of the keys that each query sees.
 
     Args:
         logits: float32 [G, N, K], products of queries with the first K keys; not scaled yet. N is a multiple of the
             chunk's queries C, which are its last dimension.
-        first_keys: int32 [C], the first key that a query sees.
-        first_query: which key is the first query's own. The others follow.
-        scale: factor of the logits.
+        chunk: the queries.
         dtype: that of the weights.
 
     Returns:
@@ -107,13 +119,13 @@ def softmax(
     log_sums = logits.new_empty(logits.shape[:2])
     _softmax_kernel[(log_sums.numel(),)](
         logits,
-        first_keys,
+        chunk.first_keys,
         weights,
         log_sums,
         logits.shape[2],
-        len(first_keys),
-        first_query,
-        scale,
+        len(chunk.first_keys),
+        chunk.first_query,
+        chunk.scale,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
     )
@@ -121,25 +133,16 @@ def softmax(
 
 
 def softmax_backward(
-    logits: Tensor,
-    d_weights: Tensor,
-    first_keys: Tensor,
-    first_query: int,
-    scale: float,
-    log_sums: Tensor,
-    deltas: Tensor,
-    dtype: torch.dtype,
+    logits: Tensor, d_weights: Tensor, log_sums: Tensor, deltas: Tensor, chunk: QueryChunk, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The weights once more, and the gradient of the products of queries and keys.
 
     Args:
         logits: as given to `softmax`.
         d_weights: float32 [G, N, K], the gradient of the weights.
-        first_keys: as given to `softmax`.
-        first_query: as given to `softmax`.
-        scale: as given to `softmax`.
         log_sums: float32 [G, N], as `softmax` has returned them; they and the deltas may lie in memory in any way.
         deltas: float32 [G, N], for each query the sum of weights times their gradients.
+        chunk: as given to `softmax`.
         dtype: that of both results.
 
     Returns:
@@ -151,15 +154,15 @@ def softmax_backward(
     _softmax_backward_kernel[(log_sums.numel(), triton.cdiv(num_keys, _BLOCK))](
         logits,
         d_weights,
-        first_keys,
+        chunk.first_keys,
         log_sums.contiguous(),
         deltas.contiguous(),
         weights,
         d_logits,
         num_keys,
-        len(first_keys),
-        first_query,
-        scale,
+        len(chunk.first_keys),
+        chunk.first_query,
+        chunk.scale,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
     )

@@ -45,7 +45,7 @@ def initialize_adapters(
 
     Args:
         model: PEFT's model, sharded or not.
-        init_lora_weights: as PEFT has it: true, `gaussian` or `orthogonal`.
+        init_lora_weights: as PEFT has it: true, `gaussian`, `orthogonal` or `loftq`.
         seed: of all that is drawn.
         tokens: the tokens whose rows are trained.
         filled: layers of PEFT's whose matrices have their values already (model/adapters/rounding_error.py).
@@ -107,14 +107,15 @@ def _draw(
 ) -> tuple[Tensor, Tensor]:
     """A [r, in] and B [out, r] in float32, drawn as PEFT draws them for the same `init_lora_weights`.
 
+    With `loftq` they are those of layers that are not quantized, which have nothing to correct: the plain start.
     Adapters of fused experts have their matrices in one: A [E r, in] and B [out, r E].
     """
     in_features = shape_a[1]
     values_a, values_b = torch.empty(shape_a), torch.zeros(shape_b)
-    if init is True:
+    init = str(init).lower()
+    if init in ("true", "loftq"):
         bound = math.sqrt(1 / in_features)  # kaiming_uniform_(a=sqrt(5))
         return values_a.uniform_(-bound, bound, generator=generator), values_b
-    init = str(init).lower()
     if init == "gaussian":
         return values_a.normal_(0.0, 1 / rank, generator=generator), values_b
     assert init == "orthogonal", init
